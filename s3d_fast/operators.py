@@ -1,0 +1,175 @@
+"""Splitting operators: the splitting matrices of all filters of a layer, known by their products with vectors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from s3d_fast import checks, ops
+
+
+class SplittingOperator(ABC):
+    """M symmetric D x D matrices, one per filter, that are never formed unless `dense` is asked for.
+
+    Attributes:
+        shape: (M, D).
+        dtype: of the vectors and of the arithmetic.
+        device: where the vectors live.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        """Return S_j v_j for all filters j; V is (M, D), or (K, M, D) for K vectors per filter."""
+
+    @abstractmethod
+    def restrict(self, filters: Tensor) -> SplittingOperator:
+        """Return the operator of the given filters alone; `filters` holds their indices."""
+
+    def dense(self, backend: str = "auto") -> Tensor:
+        """Return the matrices themselves, (M, D, D), column by column."""
+        filters, width = self.shape
+        basis = torch.eye(width, dtype=self.dtype, device=self.device)[:, None].expand(-1, filters, -1)
+        # At most 64 columns at a time: a product with K vectors may need K times the memory of one.
+        columns = [self.matvec(block.contiguous(), backend) for block in basis.split(64)]
+        return torch.cat(columns).permute(1, 2, 0).contiguous()
+
+    def _describe(self, X: Tensor, C: Tensor, filters: int, width: int) -> None:
+        checks.is_not_empty("X", X)
+        checks.is_not_empty("C", C)
+        self.shape = (filters, width)
+        self.dtype = checks.compute_dtype(X.dtype)
+        self.device = X.device
+
+    def __repr__(self) -> str:
+        filters, width = self.shape
+        return f"{type(self).__name__}(M={filters}, D={width}, {self.dtype}, {self.device})"
+
+
+class PointwiseOperator(SplittingOperator):
+    """The filters of a linear layer or a 1 x 1 convolution: S_j = X^T diag(C[:, j]) X."""
+
+    def __init__(
+        self,
+        X: Tensor,  # (N, D)
+        C: Tensor,  # (N, M)
+        *,
+        bias: bool = False,
+        check_finite: bool = True,
+    ) -> None:
+        ops.check_rows(X, C, check_finite)
+        self._describe(X, C, C.shape[1], X.shape[1] + bias)
+        self.X, self.C, self.bias = X, C, bias
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        return ops.splitting_matvec(self.X, self.C, V, bias=self.bias, backend=backend, check_finite=False)
+
+    def restrict(self, filters: Tensor) -> PointwiseOperator:
+        return PointwiseOperator(self.X, self.C[:, filters], bias=self.bias, check_finite=False)
+
+    def dense(self, backend: str = "auto") -> Tensor:
+        return ops.splitting_matrices(self.X, self.C, bias=self.bias, backend=backend, check_finite=False)
+
+
+class ConvOperator(SplittingOperator):
+    """The filters of a 2-d convolution of any kernel size; its rows are the patches of X."""
+
+    def __init__(
+        self,
+        X: Tensor,  # (B, I, H, W)
+        C: Tensor,  # (B, M, H', W')
+        *,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (1, 1),
+        padding: Sequence[int] = (0, 0),
+        dilation: Sequence[int] = (1, 1),
+        bias: bool = False,
+        check_finite: bool = True,
+    ) -> None:
+        self.kernel_size, self.stride = tuple(kernel_size), tuple(stride)
+        self.padding, self.dilation = tuple(padding), tuple(dilation)
+        ops.check_conv(X, C, self.kernel_size, self.stride, self.padding, self.dilation, check_finite)
+        self._describe(X, C, C.shape[1], X.shape[1] * self.kernel_size[0] * self.kernel_size[1] + bias)
+        self.X, self.C, self.bias = X, C, bias
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        return ops.conv_matvec(self.X, self.C, V, **self._geometry(), backend=backend, check_finite=False)
+
+    def restrict(self, filters: Tensor) -> ConvOperator:
+        return ConvOperator(self.X, self.C[:, filters], **self._geometry(), check_finite=False)
+
+    def _geometry(self) -> dict:
+        names = ("kernel_size", "stride", "padding", "dilation", "bias")
+        return {name: getattr(self, name) for name in names}
+
+
+class EdgeConvOperator(SplittingOperator):
+    """The filters of an EdgeConv layer, theta = [a, b] acting on edges [x_j - x_i, x_i] under a maximum over j."""
+
+    def __init__(
+        self,
+        X: Tensor,  # (B, P, F)
+        winner: Tensor,  # (B, P, M), int64
+        C: Tensor,  # (B, P, M)
+        *,
+        bias: bool = False,
+        check_finite: bool = True,
+    ) -> None:
+        ops.check_edgeconv(X, winner, C, check_finite)
+        self._describe(X, C, C.shape[2], 2 * X.shape[2] + bias)
+        self.X, self.winner, self.C, self.bias = X, winner, C, bias
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        return ops.edgeconv_matvec(
+            self.X, self.winner, self.C, V, bias=self.bias, backend=backend, check_finite=False
+        )
+
+    def restrict(self, filters: Tensor) -> EdgeConvOperator:
+        return EdgeConvOperator(
+            self.X, self.winner[..., filters], self.C[..., filters], bias=self.bias, check_finite=False
+        )
+
+
+class SumOperator(SplittingOperator):
+    """The weighted sum of operators of one shape: the average over several batches of data."""
+
+    def __init__(self, terms: Sequence[SplittingOperator], weights: Sequence[float] | None = None) -> None:
+        if not terms:
+            raise ValueError("terms must hold at least one operator, got none")
+        self.terms = list(terms)
+        self.weights = [1.0] * len(self.terms) if weights is None else list(weights)
+        if len(self.weights) != len(self.terms):
+            raise ValueError(f"weights must have {len(self.terms)} entries, one per term; got {len(self.weights)}")
+        first = self.terms[0]
+        for term in self.terms[1:]:
+            if (term.shape, term.dtype, term.device) != (first.shape, first.dtype, first.device):
+                raise ValueError(f"terms must agree in shape, dtype and device, got {first} and {term}")
+        self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        result = torch.zeros_like(V)
+        for term, weight in zip(self.terms, self.weights, strict=True):
+            result.add_(term.matvec(V, backend), alpha=weight)
+        return result
+
+    def restrict(self, filters: Tensor) -> SumOperator:
+        return SumOperator([term.restrict(filters) for term in self.terms], self.weights)
+
+    def dense(self, backend: str = "auto") -> Tensor:
+        matrices = torch.zeros(*self.shape, self.shape[1], dtype=self.dtype, device=self.device)
+        for term, weight in zip(self.terms, self.weights, strict=True):
+            matrices.add_(term.dense(backend), alpha=weight)
+        return matrices
+
+
+def matvec_all(
+    operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str = "auto"
+) -> list[Tensor]:
+    """Return the product of every operator with its own vectors: one step of a solver for all layers."""
+    return [operator.matvec(V, backend) for operator, V in zip(operators, vectors, strict=True)]

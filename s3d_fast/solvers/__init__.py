@@ -1,0 +1,142 @@
+"""Extreme eigenpairs of splitting matrices: one call, three solvers, one result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from s3d_fast import checks, ops
+from s3d_fast.operators import PointwiseOperator, SplittingOperator
+from s3d_fast.solvers.exact import exact
+from s3d_fast.solvers.lanczos import lanczos
+from s3d_fast.solvers.rayleigh import rayleigh
+from s3d_fast.solvers.spectrum import Spectrum
+
+__all__ = ["SOLVERS", "Spectrum", "extremal_eigenpairs"]
+
+# Solver -> the default of max_iters.
+SOLVERS = {"lanczos": 128, "rayleigh": 1000, "exact": 1}
+
+
+@overload
+def extremal_eigenpairs(
+    operator: SplittingOperator | tuple[Tensor, Tensor],
+    solver: str = ...,
+    tol: float = ...,
+    max_iters: int | None = ...,
+    backend: str = ...,
+    *,
+    step: float = ...,
+    generator: torch.Generator | None = ...,
+) -> Spectrum: ...
+@overload
+def extremal_eigenpairs(
+    operator: Mapping[str, SplittingOperator],
+    solver: str = ...,
+    tol: float = ...,
+    max_iters: int | None = ...,
+    backend: str = ...,
+    *,
+    step: float = ...,
+    generator: torch.Generator | None = ...,
+) -> dict[str, Spectrum]: ...
+@overload
+def extremal_eigenpairs(
+    operator: Sequence[SplittingOperator],
+    solver: str = ...,
+    tol: float = ...,
+    max_iters: int | None = ...,
+    backend: str = ...,
+    *,
+    step: float = ...,
+    generator: torch.Generator | None = ...,
+) -> list[Spectrum]: ...
+
+
+def extremal_eigenpairs(
+    operator: SplittingOperator | Mapping[str, SplittingOperator] | Sequence[SplittingOperator] | tuple[Tensor, Tensor],
+    solver: str = "lanczos",
+    tol: float = 1e-3,
+    max_iters: int | None = None,
+    backend: str = "auto",
+    *,
+    step: float = 0.9,
+    generator: torch.Generator | None = None,
+) -> Spectrum | dict[str, Spectrum] | list[Spectrum]:
+    """Return the smallest and largest eigenvalue of every filter's splitting matrix, with their vectors.
+
+    Args:
+        operator: a SplittingOperator; or rows and coefficients (X, C); or a list or dict of operators, whose filters
+            all advance together and whose result is a list or dict of spectra.
+        solver: "lanczos"; "rayleigh", the paper's gradient descent and ascent; or "exact", dense eigh.
+        tol: a filter has converged when |S v - lambda v| <= tol * (its spectral radius) at both ends.
+        max_iters: steps at the most; 128 for lanczos and 1000 for rayleigh by default. Filters that have not converged
+            by then are marked in `Spectrum.converged`.
+        backend: "auto", "reference", "cpu" or "triton".
+        step: of "rayleigh", in units of 1 / (spectral radius).
+        generator: the source of the random start vectors. Without one every call starts from the same vectors, and
+            the global random state is neither used nor changed.
+
+    Raises:
+        ValueError, TypeError: bad arguments.
+        RuntimeError: the backend asked for is not there.
+    """
+    checks.is_choice("solver", solver, tuple(SOLVERS))
+    checks.is_positive("tol", tol)
+    checks.is_positive("step", step)
+    if max_iters is None:
+        max_iters = SOLVERS[solver]
+    checks.is_count("max_iters", max_iters)
+    ops.resolve_backend(backend)
+
+    operators = _as_list(operator)
+    if solver == "exact":
+        spectra = exact(operators, tol, backend)
+    else:
+        starts = _random_starts(operators, generator)
+        if solver == "lanczos":
+            spectra = lanczos(operators, starts, tol, max_iters, backend)
+        else:
+            spectra = rayleigh(operators, starts, tol, max_iters, step, backend)
+
+    if isinstance(operator, Mapping):
+        return dict(zip(operator, spectra, strict=True))
+    if isinstance(operator, SplittingOperator) or _is_pair(operator):
+        return spectra[0]
+    return spectra
+
+
+def _as_list(operator: object) -> list[SplittingOperator]:
+    if isinstance(operator, SplittingOperator):
+        return [operator]
+    if _is_pair(operator):
+        X, C = operator  # type: ignore[misc]
+        return [PointwiseOperator(X, C)]
+    if isinstance(operator, (Mapping, Sequence)) and not isinstance(operator, str):
+        operators = list(operator.values()) if isinstance(operator, Mapping) else list(operator)
+        wrong = [type(item).__name__ for item in operators if not isinstance(item, SplittingOperator)]
+        if not wrong:
+            return operators
+        raise TypeError(f"operator must hold SplittingOperators, got {wrong[0]} among them")
+    raise TypeError(
+        f"operator must be a SplittingOperator, a list or dict of them, or (X, C); got {type(operator).__name__}"
+    )
+
+
+def _is_pair(operator: object) -> bool:
+    return isinstance(operator, tuple) and len(operator) == 2 and all(isinstance(item, Tensor) for item in operator)
+
+
+def _random_starts(operators: Sequence[SplittingOperator], generator: torch.Generator | None) -> list[Tensor]:
+    """Return one random unit vector per filter, the same on every device."""
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    return [
+        torch.nn.functional.normalize(
+            torch.randn(operator.shape, dtype=operator.dtype, generator=generator, device=generator.device), dim=-1
+        ).to(operator.device)
+        for operator in operators
+    ]

@@ -1,0 +1,65 @@
+"""The paper's solver: gradient descent and ascent on the Rayleigh quotient R(v) = v^T S v / v^T v."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from s3d_fast.operators import SplittingOperator, matvec_all
+from s3d_fast.solvers.spectrum import Spectrum, measure
+
+
+def rayleigh(
+    operators: Sequence[SplittingOperator],
+    starts: Sequence[Tensor],  # each (M, D), unit vectors
+    tol: float,
+    max_iters: int,
+    step: float,
+    backend: str,
+) -> list[Spectrum]:
+    """Return the spectrum of every operator by v <- v -+ eta (S v - R(v) v) from the same start for both ends.
+
+    eta = step / rho, where rho is the largest |S v| that the filter has shown so far: a lower bound of its spectral
+    radius that approaches it. Steps below 1 cannot diverge. Every iteration costs two matvecs.
+    """
+    runs = [_Descent(operator, start) for operator, start in zip(operators, starts, strict=True)]
+    for _ in range(max_iters):
+        active = [run for run in runs if not run.finished]
+        if not active:
+            break
+        products = matvec_all([run.operator for run in active], [run.V for run in active], backend)
+        for run, SV in zip(active, products, strict=True):
+            run.advance(SV, tol, step)
+    return [
+        measure(run.operator, run.V[0], run.V[1], run.iterations, 2 * run.products, tol, backend) for run in runs
+    ]
+
+
+class _Descent:
+    """Descent (first vector) and ascent (second) for all filters of one operator."""
+
+    def __init__(self, operator: SplittingOperator, start: Tensor) -> None:
+        self.operator = operator
+        self.V = torch.stack([start, start])
+        self.radius = torch.zeros(2, len(start), 1, dtype=start.dtype, device=start.device)
+        self.running = torch.ones(len(start), dtype=torch.bool, device=start.device)
+        self.iterations = torch.zeros(len(start), dtype=torch.int64, device=start.device)
+        self.products = torch.zeros_like(self.iterations)
+        self.signs = torch.tensor([-1.0, 1.0], dtype=start.dtype, device=start.device)[:, None, None]
+        self.finished = False
+
+    def advance(self, SV: Tensor, tol: float, step: float) -> None:
+        """Take the products with the current vectors, and move the vectors of the filters that have not converged."""
+        quotient = (self.V * SV).sum(-1, keepdim=True)
+        gradient = SV - quotient * self.V
+        self.radius = torch.maximum(self.radius, SV.norm(dim=-1, keepdim=True).amax(0))
+        error = gradient.norm(dim=-1).amax(0)
+        self.products += self.running
+        self.running = self.running & (error > tol * quotient.abs().amax(0).squeeze(-1))
+        self.iterations += self.running
+        move = torch.where(self.radius > 0, step / self.radius, 0) * self.running[:, None]
+        self.V = normalize(self.V + self.signs * move * gradient, dim=-1)
+        self.finished = not bool(self.running.any())

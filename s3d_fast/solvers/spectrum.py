@@ -1,0 +1,82 @@
+"""The result of every solver, and the last step that all of them share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from s3d_fast.operators import SplittingOperator
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The extreme eigenpairs of the splitting matrix of each of M filters.
+
+    The eigenvalues are the Rayleigh quotients of the vectors, so v^T S v = lambda holds whether or not a filter has
+    converged. The residuals are measured with a product of their own, not taken from a recurrence: the interval
+    lambda +- residual is certain to hold an eigenvalue of S.
+    """
+
+    lambda_min: Tensor  # (M,)
+    v_min: Tensor  # (M, D), unit vectors
+    lambda_max: Tensor  # (M,)
+    v_max: Tensor  # (M, D), unit vectors
+    residual_min: Tensor  # (M,), |S v_min - lambda_min v_min|
+    residual_max: Tensor  # (M,), |S v_max - lambda_max v_max|
+    converged: Tensor  # (M,), bool: both residuals are at most tol times the spectral radius
+    iterations: Tensor  # (M,), int64: solver steps until the filter had converged, or until the solver stopped
+    matvecs: Tensor  # (M,), int64: products S v spent on the filter, the final residuals included
+
+    @property
+    def radius(self) -> Tensor:
+        """The spectral radius max(|lambda_min|, |lambda_max|) of each filter, (M,)."""
+        return torch.maximum(self.lambda_min.abs(), self.lambda_max.abs())
+
+    def __len__(self) -> int:
+        return len(self.lambda_min)
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Spectrum(0 filters)"
+        return (
+            f"Spectrum({len(self)} filters, {int(self.converged.sum())} converged, "
+            f"lambda_min >= {self.lambda_min.min().item():.3g}, lambda_max <= {self.lambda_max.max().item():.3g}, "
+            f"at most {int(self.matvecs.max())} matvecs)"
+        )
+
+
+def measure(
+    operator: SplittingOperator,
+    v_min: Tensor,  # (M, D)
+    v_max: Tensor,  # (M, D)
+    iterations: Tensor,  # (M,)
+    matvecs: Tensor,  # (M,)
+    tol: float,
+    backend: str,
+) -> Spectrum:
+    """Return the spectrum that the given vectors stand for, with eigenvalues and residuals measured afresh."""
+    V = torch.nn.functional.normalize(torch.stack([v_min, v_max]), dim=-1)
+    # A fixed sign makes results comparable between solvers and runs: the largest entry is positive.
+    largest = V.gather(-1, V.abs().argmax(-1, keepdim=True))
+    V = torch.where(largest < 0, -V, V)
+    SV = operator.matvec(V, backend)
+    values = (V * SV).sum(-1)
+    residuals = (SV - values.unsqueeze(-1) * V).norm(dim=-1)
+    # Rounding can put the ends of a spectrum of width zero in the wrong order.
+    order = values.argsort(0)
+    values, residuals = values.gather(0, order), residuals.gather(0, order)
+    V = V.gather(0, order.unsqueeze(-1).expand_as(V))
+    radius = values.abs().amax(0)
+    return Spectrum(
+        lambda_min=values[0],
+        v_min=V[0],
+        lambda_max=values[1],
+        v_max=V[1],
+        residual_min=residuals[0],
+        residual_max=residuals[1],
+        converged=residuals.amax(0) <= tol * radius,
+        iterations=iterations,
+        matvecs=matvecs + 2,
+    )

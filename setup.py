@@ -1,0 +1,36 @@
+"""Builds the C++ extension s3d_fast._C from csrc/; everything else is declared in pyproject.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+
+SOURCES = sorted(str(path) for path in Path("csrc").glob("**/*.cpp"))
+
+
+def extension() -> dict[str, Any]:
+    """Return the setup() arguments that compile csrc/, or none where there is nothing to compile with."""
+    if not SOURCES:
+        return {}
+    try:
+        import pybind11
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError as error:
+        print(
+            f"s3d_fast: building without the C++ extension ({error}). To build it, install torch, pybind11 and "
+            "ninja, then: pip install --no-build-isolation ."
+        )
+        return {}
+    module = CppExtension(
+        "s3d_fast._C",
+        SOURCES,
+        include_dirs=[str(Path("csrc").resolve()), pybind11.get_include()],
+        extra_compile_args=["-O3", "-std=c++17", "-fopenmp"],
+        extra_link_args=["-fopenmp"],
+    )
+    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}
+
+
+setup(**extension())
