@@ -243,9 +243,7 @@ def _softplus_activation(sharpness: float, beta: float = 1.0, threshold: float =
         s = torch.sigmoid(beta * z)
         return beta * s * (1 - s)
 
-    return Activation(
-        "softplus", lambda z: F.softplus(z, beta, threshold), lambda z: torch.sigmoid(beta * z), second
-    )
+    return Activation("softplus", lambda z: F.softplus(z, beta, threshold), lambda z: torch.sigmoid(beta * z), second)
 
 
 def _tanh(sharpness: float) -> Activation:
@@ -269,9 +267,7 @@ def _sigmoid(sharpness: float) -> Activation:
 
 
 def _gaussian(sharpness: float) -> Activation:
-    return Activation(
-        "gaussian", gaussian, lambda z: -z * gaussian(z), lambda z: (z * z - 1) * gaussian(z)
-    )
+    return Activation("gaussian", gaussian, lambda z: -z * gaussian(z), lambda z: (z * z - 1) * gaussian(z))
 
 
 def _identity(sharpness: float) -> Activation:

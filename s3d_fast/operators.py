@@ -126,9 +126,7 @@ class EdgeConvOperator(SplittingOperator):
         self.X, self.winner, self.C, self.bias = X, winner, C, bias
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
-        return ops.edgeconv_matvec(
-            self.X, self.winner, self.C, V, bias=self.bias, backend=backend, check_finite=False
-        )
+        return ops.edgeconv_matvec(self.X, self.winner, self.C, V, bias=self.bias, backend=backend, check_finite=False)
 
     def restrict(self, filters: Tensor) -> EdgeConvOperator:
         return EdgeConvOperator(

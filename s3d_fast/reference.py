@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 from s3d_fast.activations import Activation
 
@@ -64,9 +65,9 @@ def conv_matvec(
     weight = (V[..., :-1] if bias else V).reshape(-1, X.shape[1], *kernel_size)
     offset = V[..., -1].reshape(-1) if bias else None
     copies = len(weight) // C.shape[1]
-    options = {"stride": tuple(stride), "padding": tuple(padding), "dilation": tuple(dilation)}
-    U = F.conv2d(X, weight, offset, **options) * C.repeat(1, copies, 1, 1)  # type: ignore[arg-type]
-    result = torch.nn.grad.conv2d_weight(X, list(weight.shape), U, **options).flatten(1)
+    geometry = (list(stride), list(padding), list(dilation))
+    U = F.conv2d(X, weight, offset, *geometry) * C.repeat(1, copies, 1, 1)
+    result = conv2d_weight(X, list(weight.shape), U, *geometry).flatten(1)
     if bias:
         result = torch.cat([result, U.sum((0, 2, 3))[:, None]], 1)
     return result.reshape(V.shape)

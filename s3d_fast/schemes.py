@@ -129,6 +129,9 @@ def _tables(m: int, c: float, dtype: torch.dtype, device: torch.device) -> tuple
     r = (c - 1) / (c + 1)
     h = math.sqrt(1 - r * r)
     plus, minus = (c + 1) / 4, -(c - 1) / 4
+    weights: list[list[float]]
+    along_min: list[list[float]]
+    along_max: list[list[float]]
     if m == 2:
         weights = [[0.5, 0.5], [2 * minus, 2 * plus]]
         along_min = [[1, -1], [0, 0]]
@@ -141,6 +144,8 @@ def _tables(m: int, c: float, dtype: torch.dtype, device: torch.device) -> tuple
         weights = [[plus, plus, minus, minus]]
         along_min = [[1, -1, 0, 0]]
         along_max = [[0, 0, 1, -1]]
-    tables = (torch.tensor(table, dtype=dtype, device=device) for table in (weights, along_min, along_max))
-    weights_table, min_table, max_table = tables
-    return weights_table, min_table, max_table
+    return (
+        torch.tensor(weights, dtype=dtype, device=device),
+        torch.tensor(along_min, dtype=dtype, device=device),
+        torch.tensor(along_max, dtype=dtype, device=device),
+    )

@@ -112,9 +112,8 @@ def extremal_eigenpairs(
 def _as_list(operator: object) -> list[SplittingOperator]:
     if isinstance(operator, SplittingOperator):
         return [operator]
-    if _is_pair(operator):
-        X, C = operator  # type: ignore[misc]
-        return [PointwiseOperator(X, C)]
+    if isinstance(operator, tuple) and _is_pair(operator):
+        return [PointwiseOperator(*operator)]
     if isinstance(operator, (Mapping, Sequence)) and not isinstance(operator, str):
         operators = list(operator.values()) if isinstance(operator, Mapping) else list(operator)
         wrong = [type(item).__name__ for item in operators if not isinstance(item, SplittingOperator)]
@@ -136,7 +135,8 @@ def _random_starts(operators: Sequence[SplittingOperator], generator: torch.Gene
         generator = torch.Generator().manual_seed(0)
     return [
         torch.nn.functional.normalize(
-            torch.randn(operator.shape, dtype=operator.dtype, generator=generator, device=generator.device), dim=-1
+            torch.randn(operator.shape, dtype=operator.dtype, generator=generator, device=generator.device),
+            dim=-1,
         ).to(operator.device)
         for operator in operators
     ]

@@ -131,7 +131,7 @@ class _KrylovSpaces:
         # nothing and their eigenvalues sort last, which leaves the first `length` eigenvalues as the real ones.
         index = torch.arange(self.steps, device=alpha.device)
         beyond = index >= self.length.unsqueeze(-1)
-        above = 4 * self.scale.double() + torch.finfo(torch.float64).tiny
+        above = torch.where(self.scale > 0, 4 * self.scale.double(), 1)
         alpha = torch.where(beyond, above.unsqueeze(-1), alpha)
         coupling = torch.diag_embed(beta[:, :-1], -1) if self.steps > 1 else 0
         theta, vectors = torch.linalg.eigh(torch.diag_embed(alpha) + coupling)
@@ -161,4 +161,8 @@ class _KrylovSpaces:
         self.basis, self.q = self.basis[staying], self.q[staying]
         self.alpha = [alpha[staying] for alpha in self.alpha]
         self.beta = [beta[staying] for beta in self.beta]
-        self.length, self.exhausted, self.scale = self.length[staying], self.exhausted[staying], self.scale[staying]
+        self.length, self.exhausted, self.scale = (
+            self.length[staying],
+            self.exhausted[staying],
+            self.scale[staying],
+        )

@@ -33,9 +33,7 @@ def rayleigh(
         products = matvec_all([run.operator for run in active], [run.V for run in active], backend)
         for run, SV in zip(active, products, strict=True):
             run.advance(SV, tol, step)
-    return [
-        measure(run.operator, run.V[0], run.V[1], run.iterations, 2 * run.products, tol, backend) for run in runs
-    ]
+    return [measure(run.operator, run.V[0], run.V[1], run.iterations, 2 * run.products, tol, backend) for run in runs]
 
 
 class _Descent:

@@ -1,0 +1,7 @@
+"""python -m s3d_fast: the same as the command s3d-fast."""
+
+import sys
+
+from s3d_fast.cli import main
+
+sys.exit(main())
