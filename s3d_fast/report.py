@@ -38,12 +38,12 @@ def rbf_figure(runs: Sequence[rbf.Run], problem: rbf.Problem, settings: rbf.RBFS
     """Draw the paper's four panels: losses by method and by c, fitted curves, eigenvalues of the neurons."""
     plt = require_matplotlib()
     by_method = {run.method: run for run in runs}
-    figure, axes = plt.subplots(1, 4, figsize=(18, 4), constrained_layout=True)
+    figure, axes = plt.subplots(2, 2, figsize=(13, 9), constrained_layout=True)
     seed = rbf.typical_seed(runs)
-    _losses(axes[0], [by_method[method] for method in rbf.BY_COPIES], "(a) loss by method (c = 3)")
-    _losses(axes[1], [by_method[method] for method in rbf.BY_BOUND], "(b) loss of m = 2 by c", rbf.S2D)
-    _fits(axes[2], [by_method[method] for method in rbf.BY_COPIES], problem, seed)
-    _eigenvalues(axes[3], by_method[rbf.Method(2, 3.0)], problem, seed, settings)
+    _losses(axes[0, 0], [by_method[method] for method in rbf.BY_COPIES], "(a) loss by method (c = 3)")
+    _losses(axes[0, 1], [by_method[method] for method in rbf.BY_BOUND], "(b) loss of m = 2 by c", rbf.S2D)
+    _fits(axes[1, 0], [by_method[method] for method in rbf.BY_COPIES], problem, seed)
+    _eigenvalues(axes[1, 1], by_method[rbf.Method(2, 3.0)], problem, seed, settings)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -95,12 +95,12 @@ def _eigenvalues(axis: Any, run: rbf.Run, problem: rbf.Problem, seed: int, setti
         axis.annotate(
             "split",
             xy=(float(centres[place]), tip),
-            xytext=(float(centres[place]), tip + sign * 0.25 * span),
+            xytext=(float(centres[place]), tip + sign * 0.12 * span),
             ha="center",
             arrowprops={"arrowstyle": "->", "color": colour},
             color=colour,
         )
-    axis.margins(y=0.2)
+    axis.margins(y=0.3)
     axis.set(
         title="(d) eigenvalues at 5 neurons, and the split",
         xlabel="centre of the neuron",

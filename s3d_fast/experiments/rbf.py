@@ -258,8 +258,9 @@ def typical_seed(runs: Sequence[Run], neurons: int = 5) -> int:
     return int(ratio.argsort()[(len(ratio) - 1) // 2])
 
 
-def loss_table(runs: Sequence[Run], neurons: int) -> list[list[str]]:
+def loss_table(runs: Sequence[Run], methods: Sequence[Method], neurons: int) -> list[list[str]]:
     """Return the rows of the table: median and quartiles over seeds of the loss, by method and number of neurons."""
+    runs = [run for method in methods for run in runs if run.method == method]
     rows = [["neurons", *(run.method.name for run in runs)]]
     for size in range(1, neurons + 1):
         stages = [run.at(size) for run in runs]
@@ -270,16 +271,20 @@ def loss_table(runs: Sequence[Run], neurons: int) -> list[list[str]]:
 
 
 def verdict(runs: Sequence[Run], neurons: int = 5) -> str:
-    """Say, by the median loss over seeds, how each S3D method compares with S2D at the given size."""
-    medians = {
-        run.method.name: stage.loss.quantile(0.5).item() for run in runs if (stage := run.at(neurons)) is not None
-    }
-    base = medians.pop(S2D.name)
-    parts = [
-        f"{name} ends {'lower' if value < base else 'higher' if value > base else 'equal'} ({value:.3g})"
-        for name, value in medians.items()
-    ]
-    return f"Median loss at {neurons} neurons: S2D {base:.3g}; " + ", ".join(parts) + "."
+    """Say how each S3D method compares with S2D at the given size: by the median over seeds, and seed by seed."""
+    stages = {run.method: stage for run in runs if (stage := run.at(neurons)) is not None}
+    base = stages.pop(S2D).loss
+    lines = [f"At {neurons} neurons, by the median over {len(base)} seeds, S2D ends at {_median(base):.3g}, and"]
+    for method, stage in stages.items():
+        order = _median(stage.loss) - _median(base)
+        word = "lower" if order < 0 else "higher" if order > 0 else "equal"
+        wins = int((stage.loss < base).sum())
+        lines.append(f"  {method.name:14s} {word} ({_median(stage.loss):.3g}); it is the lower one in {wins} seeds")
+    return "\n".join(lines)
+
+
+def _median(loss: Tensor) -> float:
+    return loss.quantile(0.5).item()
 
 
 def _quartiles(loss: Tensor) -> str:

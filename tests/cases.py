@@ -1,0 +1,176 @@
+"""The shapes and tolerances that tests and benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+# The largest error allowed, as a fraction of the largest entry of what is expected. Rows stored in 16 bits are computed
+# with in float32, so that against the same stored rows they are as exact as float32 ones.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.bfloat16: 1e-4,
+    torch.float16: 1e-4,
+}
+
+DTYPE_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+class Case:
+    """A shape whose name, such as N65-D33-M7-fp32, is made of its fields."""
+
+    dtype: torch.dtype
+    bias: bool
+
+    def tensors(self, seed: int = 0) -> tuple[Tensor, ...]:
+        """Return random tensors of these shapes."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "-".join(self._words())
+
+    def _words(self) -> Iterator[str]:
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, torch.dtype):
+                yield DTYPE_NAMES[value]
+            elif isinstance(value, bool):
+                yield from [field.name] * value
+            elif isinstance(value, tuple):
+                yield field.name + "x".join(map(str, value))
+            else:
+                yield f"{field.name}{value}"
+
+
+@dataclass(frozen=True)
+class RowsCase(Case):
+    """A linear layer or 1 x 1 convolution: N rows, D inputs, M filters."""
+
+    N: int
+    D: int
+    M: int
+    dtype: torch.dtype = torch.float64
+    bias: bool = False
+
+    def tensors(self, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Return random X (N, D) and C (N, M)."""
+        generator = torch.Generator().manual_seed(seed)
+        X = torch.randn(self.N, self.D, generator=generator, dtype=torch.float64)
+        C = torch.randn(self.N, self.M, generator=generator, dtype=torch.float64)
+        return X.to(self.dtype), C.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class ConvCase(Case):
+    """A 2-d convolution: B images of I channels, M filters with kernel k, stride s, padding p and dilation d."""
+
+    B: int
+    I: int  # noqa: E741
+    H: int
+    W: int
+    M: int
+    k: tuple[int, int]
+    s: tuple[int, int] = (1, 1)
+    p: tuple[int, int] = (0, 0)
+    d: tuple[int, int] = (1, 1)
+    dtype: torch.dtype = torch.float64
+    bias: bool = False
+
+    @property
+    def geometry(self) -> dict[str, tuple[int, int]]:
+        """The keyword arguments of the convolution but for its kernel size."""
+        return {"stride": self.s, "padding": self.p, "dilation": self.d}
+
+    def tensors(self, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Return random X (B, I, H, W) and C (B, M, H', W')."""
+        generator = torch.Generator().manual_seed(seed)
+        X = torch.randn(self.B, self.I, self.H, self.W, generator=generator, dtype=torch.float64)
+        out = torch.nn.functional.conv2d(X, X.new_zeros(self.M, self.I, *self.k), **self.geometry)
+        C = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        return X.to(self.dtype), C.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class EdgeCase(Case):
+    """An EdgeConv layer: B clouds of P points with F features, k neighbours each, M filters."""
+
+    B: int
+    P: int
+    F: int
+    k: int
+    M: int
+    dtype: torch.dtype = torch.float64
+    bias: bool = False
+
+    def tensors(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return random X (B, P, F), neighbours (B, P, k), slot (B, P, M) in [0, k) and C (B, P, M)."""
+        generator = torch.Generator().manual_seed(seed)
+        X = torch.randn(self.B, self.P, self.F, generator=generator, dtype=torch.float64)
+        neighbours = torch.rand(self.B, self.P, self.P, generator=generator).argsort(-1)[..., : self.k]
+        slot = torch.randint(self.k, (self.B, self.P, self.M), generator=generator)
+        C = torch.randn(self.B, self.P, self.M, generator=generator, dtype=torch.float64)
+        return X.to(self.dtype), neighbours, slot, C.to(self.dtype)
+
+
+ROWS = (
+    RowsCase(64, 32, 16),
+    RowsCase(65, 33, 7),
+    RowsCase(65, 33, 7, bias=True),
+    RowsCase(1, 5, 3),
+    RowsCase(9, 1, 4),
+    RowsCase(9, 5, 1, bias=True),
+    RowsCase(65, 33, 7, torch.float32),
+    RowsCase(65, 33, 7, torch.float32, bias=True),
+    RowsCase(65, 33, 7, torch.bfloat16),
+    RowsCase(65, 33, 7, torch.float16, bias=True),
+)
+
+CONVS = (
+    ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1)),
+    ConvCase(2, 3, 7, 6, 4, k=(3, 3), s=(2, 2), p=(1, 1), bias=True),
+    ConvCase(2, 2, 8, 7, 3, k=(2, 3), s=(2, 1), p=(0, 2), d=(3, 2)),
+    ConvCase(1, 2, 8, 8, 3, k=(3, 1), s=(3, 2), d=(2, 1), bias=True),
+    ConvCase(2, 3, 5, 5, 4, k=(1, 1)),
+    ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1), dtype=torch.float32, bias=True),
+    ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1), dtype=torch.bfloat16),
+)
+
+EDGES = (
+    EdgeCase(2, 9, 3, 4, 5),
+    EdgeCase(2, 9, 3, 4, 5, bias=True),
+    EdgeCase(1, 6, 2, 1, 4, bias=True),
+    EdgeCase(3, 5, 1, 5, 1),
+    EdgeCase(2, 9, 3, 4, 5, dtype=torch.float32, bias=True),
+    EdgeCase(2, 9, 3, 4, 5, dtype=torch.float16),
+)
+
+
+def compute_dtype(stored: torch.dtype) -> torch.dtype:
+    """Return the dtype that rows stored as `stored` are computed with."""
+    return torch.float64 if stored == torch.float64 else torch.float32
+
+
+def random_vectors(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    """Return random vectors of unit length."""
+    V = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (V / V.norm(dim=-1, keepdim=True)).to(compute_dtype(dtype))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest error as a fraction of the largest entry of `expected`; NaN counts as infinite."""
+    assert actual.shape == expected.shape, f"got shape {tuple(actual.shape)}, wanted {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return 0.0
+    actual, expected = actual.double(), expected.double()
+    scale = expected.abs().max().item()
+    error = (actual - expected).abs().nan_to_num(nan=torch.inf).max().item()
+    return error / scale if scale > 0 else error
