@@ -40,6 +40,11 @@ class SplittingOperator(ABC):
         columns = [self.matvec(block.contiguous(), backend) for block in basis.split(64)]
         return torch.cat(columns).permute(1, 2, 0).contiguous()
 
+    @property
+    def nbytes(self) -> int:
+        """The memory that the operator holds on to."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
     def _describe(self, X: Tensor, C: Tensor, filters: int, width: int) -> None:
         checks.is_not_empty("X", X)
         checks.is_not_empty("C", C)
@@ -149,6 +154,11 @@ class SumOperator(SplittingOperator):
             if (term.shape, term.dtype, term.device) != (first.shape, first.dtype, first.device):
                 raise ValueError(f"terms must agree in shape, dtype and device, got {first} and {term}")
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the terms hold on to."""
+        return sum(term.nbytes for term in self.terms)
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         result = torch.zeros_like(V)

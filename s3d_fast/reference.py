@@ -141,3 +141,24 @@ def curvature_coefficients(
 def with_ones(X: Tensor) -> Tensor:
     """Return [X, 1]: the rows that a filter with a bias sees."""
     return torch.cat([X, X.new_ones(*X.shape[:-1], 1)], -1)
+
+
+def grow_weight(
+    weight: Tensor,  # (M, I, ...), or (M,) for one number per channel
+    rows: Tensor,  # (M',), which row each new row copies
+    row_scale: Tensor | None = None,  # (M',)
+    shift: Tensor | None = None,  # (M', I, ...), added to the copied rows
+    columns: Tensor | None = None,  # (I',), which column each new column copies
+    column_scale: Tensor | None = None,  # (I',)
+) -> Tensor:  # (M', I', ...)
+    """Return (row_scale * weight[rows] + shift)[:, columns] * column_scale: rows first, columns after."""
+    result = weight.index_select(0, rows)
+    if row_scale is not None:
+        result = result * row_scale.reshape(-1, *[1] * (result.dim() - 1))
+    if shift is not None:
+        result = result + shift
+    if columns is not None:
+        result = result.index_select(1, columns)
+    if column_scale is not None:
+        result = result * column_scale.reshape(-1, *[1] * (result.dim() - 2))
+    return result

@@ -39,7 +39,7 @@ class Case:
         return "-".join(self._words())
 
     def _words(self) -> Iterator[str]:
-        for field in fields(self):  # type: ignore[arg-type]
+        for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.dtype):
                 yield DTYPE_NAMES[value]

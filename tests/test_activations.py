@@ -38,7 +38,9 @@ def has_kinks(name: str, options: dict[str, Any]) -> bool:
 
 
 def option_id(value: object) -> str:
-    return value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()) or "default"  # type: ignore[attr-defined]
+    if isinstance(value, dict):
+        return ",".join(f"{k}={v}" for k, v in value.items()) or "default"
+    return str(value)
 
 
 def slopes(function: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,6 +143,21 @@ def test_shape_and_dtype_are_those_of_the_input(name: str, options: dict[str, An
     for result in (act(z), act.first(z), act.second(z), act.surrogate(z)):
         assert result.dtype == dtype
         assert result.shape == z.shape
+
+
+@every_activation
+@pytest.mark.parametrize(
+    ("dtype", "large"),
+    [(torch.float16, [60, 300, 6e4]), (torch.bfloat16, [60, 300, 1e6]), (torch.float32, [60, 300, 1e6])],
+    ids=["fp16", "bf16", "fp32"],
+)
+def test_derivatives_are_finite_far_out(
+    name: str, options: dict[str, Any], dtype: torch.dtype, large: list[float]
+) -> None:
+    act = activation(name, **options)
+    z = torch.tensor(large, dtype=dtype)
+    for derivative in (act.first, act.second):
+        assert bool(torch.isfinite(derivative(torch.cat([z, -z]))).all())
 
 
 @pytest.mark.parametrize(

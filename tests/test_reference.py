@@ -283,6 +283,13 @@ def test_no_clouds_make_the_zero_matrix() -> None:
 def test_no_filters_have_no_matrices() -> None:
     assert ops.splitting_matrices(torch.randn(4, 3), torch.empty(4, 0)).shape == (0, 3, 3)
     assert ops.splitting_matvec(torch.randn(4, 3), torch.empty(4, 0), torch.empty(0, 3)).shape == (0, 3)
+    points, winner = torch.randn(2, 5, 3), torch.empty(2, 5, 0, dtype=torch.int64)
+    assert ops.edgeconv_matvec(points, winner, torch.empty(2, 5, 0), torch.empty(0, 6)).shape == (0, 6)
+
+
+def test_no_filters_of_a_convolution_have_no_matrices() -> None:
+    image, C = torch.randn(2, 2, 5, 5), torch.empty(2, 0, 3, 3)
+    assert ops.conv_matvec(image, C, torch.empty(0, 18), kernel_size=(3, 3)).shape == (0, 18)
 
 
 def strided(tensor: Tensor) -> Tensor:

@@ -278,8 +278,13 @@ def verdict(runs: Sequence[Run], neurons: int = 5) -> str:
     for method, stage in stages.items():
         order = _median(stage.loss) - _median(base)
         word = "lower" if order < 0 else "higher" if order > 0 else "equal"
-        wins = int((stage.loss < base).sum())
-        lines.append(f"  {method.name:14s} {word} ({_median(stage.loss):.3g}); it is the lower one in {wins} seeds")
+        # The paths of two methods are the same until they first disagree, so that many seeds end equal.
+        lower, higher = int((stage.loss < 0.99 * base).sum()), int((stage.loss > 1.01 * base).sum())
+        same = len(base) - lower - higher
+        lines.append(
+            f"  {method.name:14s} {word} ({_median(stage.loss):.3g}); "
+            f"seed by seed: lower in {lower}, within 1% in {same}, higher in {higher}"
+        )
     return "\n".join(lines)
 
 

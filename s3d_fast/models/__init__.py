@@ -1,0 +1,11 @@
+"""Ordinary networks to grow: nothing in them knows about splitting but EdgeConv's metric."""
+
+from s3d_fast.models.dgcnn import DGCNN, EdgeConv
+from s3d_fast.models.mlp import MLP
+from s3d_fast.models.mobilenet import MobileNetV1
+from s3d_fast.models.rbf import RBFBatch
+from s3d_fast.models.resnet import ResNet
+from s3d_fast.models.transformer import TransformerBlock
+from s3d_fast.models.vgg import VGG19
+
+__all__ = ["DGCNN", "MLP", "VGG19", "EdgeConv", "MobileNetV1", "RBFBatch", "ResNet", "TransformerBlock"]

@@ -1,0 +1,350 @@
+"""Capture: one forward and backward pass per batch, from which the splitting operators of all units are made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from tqdm import tqdm
+
+from s3d_fast import checks, ops
+from s3d_fast.activations import Activation
+from s3d_fast.graph import Graph, Unit
+from s3d_fast.models.dgcnn import EdgeConv
+from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator, SumOperator
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class Captured(dict[str, SplittingOperator]):
+    """The splitting operator of every captured unit, by name; `loss` is the average over the batches."""
+
+    loss: float = float("nan")
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that each unit's operator holds on to."""
+        return {name: operator.nbytes for name, operator in self.items()}
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batches: Iterable[Any],
+    graph: Graph,
+    *,
+    units: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    sharpness: float | None = None,
+    progress: bool = False,
+) -> Captured:
+    """Return the splitting operators of a model's units on some data, averaged over the batches.
+
+    Every batch costs one forward pass and the part of a backward pass that reaches the units; no gradient of a
+    parameter is formed. The model is in eval mode meanwhile, and afterwards exactly as it was, also after an error:
+    modes, gradients, buffers, hooks, random state.
+
+    Args:
+        model: the model that was traced.
+        loss_fn: either `loss_fn(model, batch)`, which must call the model it is given; or `loss_fn(output, target)`,
+            where a batch is then a pair (input, target). Which one it is, is told by the name of the first parameter:
+            "model", "net", "network" or "module" mean the former.
+        batches: of equal size, since each counts the same.
+        graph: from `trace`, of the model as it is now.
+        units: names of the units to capture; all by default.
+        dtype: in which rows and coefficients are kept: float32, float64 or bfloat16; by default as they come.
+        sharpness: of the softplus that stands in for kinks of activations; 3 by default.
+        progress: show a bar over the batches.
+
+    Raises:
+        ValueError: no batches, an unknown unit, a stale graph, or a loss or gradient that is not finite; the message
+            names the batch and the unit.
+    """
+    chosen = _choose(graph, units)
+    _check_fresh(model, graph, chosen)
+    if dtype is not None:
+        checks.is_choice("dtype", dtype, DTYPES)
+    terms: dict[str, list[SplittingOperator]] = {unit.name: [] for unit in chosen}
+    losses = []
+    recorder = _Recorder(model, graph, chosen)
+    with _undisturbed(model), torch.enable_grad():
+        for index, batch in enumerate(tqdm(batches, desc="capture", unit="batch", disable=not progress)):
+            recorder.clear()
+            loss = _evaluate(loss_fn, recorder, batch, index)
+            losses.append(float(loss.detach()))
+            gradients = _gradients(loss, recorder, chosen, index)
+            for unit, g in zip(chosen, gradients, strict=True):
+                act = unit.activation if sharpness is None else _sharpened(unit.activation, sharpness)
+                terms[unit.name].append(_operator(recorder, unit, act, g, dtype))
+    recorder.clear()
+    if not losses:
+        raise ValueError("batches must hold at least one batch, got none")
+    weights = [1 / len(losses)] * len(losses)
+    captured = Captured(
+        (name, parts[0] if len(parts) == 1 else SumOperator(parts, weights)) for name, parts in terms.items()
+    )
+    captured.loss = sum(losses) / len(losses)
+    return captured
+
+
+class _Recorder(nn.Module):
+    """Stands in for the model: evaluates its traced graph and keeps what the splitting operators are made of."""
+
+    def __init__(self, model: nn.Module, graph: Graph, units: Sequence[Unit]) -> None:
+        super().__init__()
+        # In a tuple, so that it is not registered as a part of this module.
+        self._held = (model, graph.module, _Taps(graph.module, units))
+        self.calls = 0
+
+    @property
+    def taps(self) -> _Taps:
+        return self._held[2]
+
+    def clear(self) -> None:
+        self.taps.clear()
+        self.calls = 0
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        self.calls += 1
+        if keywords:
+            bound = inspect.signature(self._held[0].forward).bind(*arguments, **keywords)
+            bound.apply_defaults()
+            arguments = tuple(bound.arguments.values())
+        return self.taps.run(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_held", "calls"):
+            return super().__getattr__(name)
+        return getattr(self.__dict__["_held"][0], name)
+
+
+class _Taps(fx.Interpreter):
+    """Evaluates the traced model and keeps, for every unit, the layer's input and output and the activation's ends."""
+
+    def __init__(self, module: fx.GraphModule, units: Sequence[Unit]) -> None:
+        super().__init__(module)
+        self.producers = {unit.producer_node: unit.name for unit in units}
+        self.activations = {unit.activation_node: unit.name for unit in units}
+        self.clear()
+
+    def clear(self) -> None:
+        self.env = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.before: dict[str, Tensor] = {}
+        self.after: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        producer, activation = self.producers.get(n.name), self.activations.get(n.name)
+        if producer is not None:
+            self.inputs[producer] = self.env[n.all_input_nodes[0]].detach()
+        if activation is not None and n.all_input_nodes:
+            source = n.all_input_nodes[0]
+            if producer is None:
+                if _is_inplace(n, self.submodules):
+                    self.env[source] = self.env[source].clone()
+                    self.before[activation] = self.env[source]
+                    self.env[source] = self.env[source].clone()
+                else:
+                    self.before[activation] = self.env[source]
+        result = super().run_node(n)
+        if producer is not None:
+            result = result if result.requires_grad else result.detach().requires_grad_()
+            self.outputs[producer] = result
+        if activation is not None:
+            self.after[activation] = result
+            if any(_is_inplace(user, self.submodules) for user in n.users):
+                result = result.clone()
+        elif producer is not None and any(
+            _is_inplace(user, self.submodules) and user.name not in self.activations for user in n.users
+        ):
+            result = result.clone()
+        return result
+
+
+def _is_inplace(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(modules[str(node.target)], "inplace", False))
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return (
+        name.endswith("_")
+        or name.startswith("i")
+        and name[1:] in ("add", "sub", "mul", "truediv")
+        or bool(node.kwargs.get("inplace", False))
+    )
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode; afterwards restore its modes and the random state."""
+    modes = {module: module.training for module in model.modules()}
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"}, key=str)
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _choose(graph: Graph, units: Sequence[str] | None) -> list[Unit]:
+    if units is None:
+        return list(graph)
+    for name in units:
+        if name not in graph.units:
+            raise ValueError(f"units: {name!r} is not a unit of this graph, which has {', '.join(graph.units)}")
+    return [graph.units[name] for name in dict.fromkeys(units)]
+
+
+def _check_fresh(model: nn.Module, graph: Graph, units: Sequence[Unit]) -> None:
+    for unit in units:
+        module = model.get_submodule(unit.name)
+        if module is not graph.module.get_submodule(unit.name):
+            raise ValueError(f"graph belongs to another model: its {unit.name!r} is not that of the model given")
+        if len(module.weight) != unit.width:  # type: ignore[arg-type]
+            raise ValueError(
+                f"graph is stale: {unit.name!r} had {unit.width} filters when it was traced and has "
+                f"{len(module.weight)} now; trace the model again"  # type: ignore[arg-type]
+            )
+
+
+def _evaluate(loss_fn: Callable[[Any, Any], Tensor], recorder: _Recorder, batch: Any, index: int) -> Tensor:
+    if _takes_model(loss_fn):
+        loss = loss_fn(recorder, batch)
+    else:
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            raise ValueError(f"batches: batch {index} must be a pair (input, target), got {type(batch).__name__}")
+        inputs, target = batch
+        loss = loss_fn(recorder(*inputs) if isinstance(inputs, tuple) else recorder(inputs), target)
+    if recorder.calls != 1:
+        raise ValueError(f"loss_fn must call the model exactly once per batch, got {recorder.calls} calls")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"loss_fn must return a scalar tensor, got {loss!r}")
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(f"the loss of batch {index} is not finite: {float(loss.detach())}")
+    return loss
+
+
+def _takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
+    try:
+        first = next(iter(inspect.signature(loss_fn).parameters), "")
+    except (TypeError, ValueError):
+        return False
+    return first in ("model", "net", "network", "module")
+
+
+def _gradients(loss: Tensor, recorder: _Recorder, units: Sequence[Unit], index: int) -> list[Tensor]:
+    """Return dLoss/dh at the activation of every unit."""
+    ends = [recorder.taps.after[unit.name] for unit in units]
+    if not loss.requires_grad:
+        raise ValueError(f"the loss of batch {index} does not depend on the model's units")
+    gradients = torch.autograd.grad(loss, ends, retain_graph=True, allow_unused=True)
+    found = []
+    for unit, end, g in zip(units, ends, gradients, strict=True):
+        # A unit that the loss does not depend on has nothing to gain.
+        g = torch.zeros_like(end) if g is None else g
+        if not bool(torch.isfinite(g).all()):
+            raise ValueError(f"the gradient of batch {index} at unit {unit.name!r} is not finite")
+        found.append(g)
+    return found
+
+
+def _sharpened(act: Activation, sharpness: float) -> Activation:
+    checks.is_positive("sharpness", sharpness)
+    return Activation(act.name, act.function, act.first, act.curvature, act.kinks, sharpness)
+
+
+def _operator(
+    recorder: _Recorder, unit: Unit, act: Activation, g: Tensor, dtype: torch.dtype | None
+) -> SplittingOperator:
+    module = recorder._held[0].get_submodule(unit.name)
+    x = recorder.taps.inputs[unit.name]
+    keep = {} if dtype is None else {"dtype": dtype}
+    try:
+        if isinstance(module, EdgeConv):
+            winner, C = _winners(module, x, g, act)
+            return EdgeConvOperator(x.to(**keep), winner, C.to(**keep))
+        C = _coefficients(recorder, unit, act, g)
+        bias = module.bias is not None
+        if isinstance(module, nn.Conv2d):
+            return _conv_operator(module, x.to(**keep), C.to(**keep), bias)
+        return PointwiseOperator(x.flatten(0, -2).to(**keep), C.flatten(0, -2).to(**keep), bias=bias)
+    except ValueError as error:
+        raise ValueError(f"unit {unit.name!r}: {error}") from error
+
+
+def _coefficients(recorder: _Recorder, unit: Unit, act: Activation, g: Tensor) -> Tensor:
+    """Return C = g act''(z) s^2, laid out like the layer's output.
+
+    What lies between the layer's output a and the activation's input z is linear: z = s a + t, perhaps transposed. Its
+    vector-Jacobian product takes g act''(z) back to the layout of a and multiplies it by s, once.
+    """
+    taps = recorder.taps
+    a, z = taps.outputs[unit.name], taps.before[unit.name]
+    curvature = g * act.second(z.detach())
+    if z is a:
+        return curvature
+    (C,) = torch.autograd.grad(z, a, curvature, retain_graph=True)
+    if unit.norm is None:
+        return C
+    scale = _norm_scale(recorder._held[0].get_submodule(unit.norm))
+    return C * (scale[:, None, None] if unit.kind == "conv" else scale)
+
+
+def _norm_scale(norm: nn.Module) -> Tensor:
+    """Return s = gamma / sqrt(var + eps) of a BatchNorm in eval mode."""
+    with torch.no_grad():
+        scale = torch.rsqrt(norm.running_var + norm.eps)  # type: ignore[operator]
+        return scale if norm.weight is None else scale * norm.weight  # type: ignore[operator]
+
+
+def _conv_operator(module: nn.Conv2d, x: Tensor, C: Tensor, bias: bool) -> SplittingOperator:
+    padding = _explicit_padding(module)
+    top_left_equal = padding[0] == padding[1] and padding[2] == padding[3]
+    if module.padding_mode != "zeros" or not top_left_equal:
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = F.pad(x, padding, mode=mode)
+        padding = (0, 0, 0, 0)
+    if module.kernel_size == (1, 1) and padding == (0, 0, 0, 0):
+        rows = x[:, :, :: module.stride[0], :: module.stride[1]]
+        return PointwiseOperator(
+            rows.movedim(1, -1).flatten(0, -2), C.movedim(1, -1).flatten(0, -2).contiguous(), bias=bias
+        )
+    return ConvOperator(
+        x,
+        C,
+        kernel_size=module.kernel_size,
+        stride=module.stride,
+        padding=(padding[2], padding[0]),
+        dilation=module.dilation,
+        bias=bias,
+    )
+
+
+def _explicit_padding(module: nn.Conv2d) -> tuple[int, int, int, int]:
+    """Return the padding as F.pad takes it: left, right, top, bottom."""
+    if module.padding == "valid":
+        return (0, 0, 0, 0)
+    if module.padding == "same":
+        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        return (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2)
+    height, width = module.padding
+    return (width, width, height, height)  # type: ignore[return-value]
+
+
+def _winners(module: EdgeConv, x: Tensor, g: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
+    """Return, for every point and filter, the neighbour whose edge won the maximum, and its coefficient."""
+    with torch.no_grad():
+        neighbours = module.neighbours(x)
+        z = module.edges(x, neighbours)
+        slot = act(z).argmax(-2)
+        winner = neighbours.gather(-1, slot)
+        z = z.gather(-2, slot.unsqueeze(-2)).squeeze(-2)
+        scale = _norm_scale(module.norm)
+        C = ops.curvature_coefficients(g.flatten(0, -2), z.flatten(0, -2), act, scale)
+        return winner, C.view_as(z)

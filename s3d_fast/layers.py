@@ -1,0 +1,126 @@
+"""What each kind of layer is to a split: a producer of channels, a consumer of them, or a follower, channel by channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from s3d_fast.activations import Activation, activation, is_activation
+from s3d_fast.models.dgcnn import EdgeConv
+
+# Modules that act on every entry alone, or on every channel alone without parameters, and that add no curvature.
+PASSING = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+    nn.Upsample,
+    nn.UpsamplingNearest2d,
+    nn.UpsamplingBilinear2d,
+    nn.ZeroPad2d,
+)
+# Modules that mix channels, with the words that say so.
+MIXING = {nn.LayerNorm: "LayerNorm", nn.GroupNorm: "GroupNorm", nn.Softmax: "softmax", nn.LogSoftmax: "log_softmax"}
+
+
+@dataclass(frozen=True)
+class CustomLayer:
+    """What `register_layer` was told about a module type."""
+
+    per_channel: tuple[str, ...]
+    size_attributes: tuple[str, ...]
+    activation: Callable[[Any], Activation] | None
+    smooth: bool
+
+
+_CUSTOM: dict[type[nn.Module], CustomLayer] = {}
+
+
+def register_layer(
+    module_type: type[nn.Module],
+    *,
+    per_channel: Sequence[str] = (),
+    size_attributes: Sequence[str] = (),
+    activation: Callable[[Any], Activation] | Activation | None = None,
+    linear: bool = False,
+) -> None:
+    """Teach `trace` a module of your own that treats every channel alone and in the same way.
+
+    Such a module is not looked into. Its output must have the channels of its input, in the same place.
+
+    Args:
+        module_type: the class; instances of exactly this class are meant.
+        per_channel: names of its parameters and buffers with one entry (or slice) per channel in dimension 0.
+        size_attributes: names of its integer attributes that hold the number of channels.
+        activation: the Activation that it is, or a function that makes one from the module. Only an activation right
+            after a layer, or after its BatchNorm, makes that layer splittable.
+        linear: the output is linear in the input for every channel, so that the module adds no curvature.
+
+    Raises:
+        TypeError: module_type is not a subclass of nn.Module.
+    """
+    if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+        raise TypeError(f"module_type must be a subclass of nn.Module, got {module_type!r}")
+    fixed = activation
+    make = (lambda module: fixed) if isinstance(fixed, Activation) else fixed
+    _CUSTOM[module_type] = CustomLayer(tuple(per_channel), tuple(size_attributes), make, linear)  # type: ignore[arg-type]
+
+
+def custom_layer(module: nn.Module) -> CustomLayer | None:
+    """Return what `register_layer` was told about the type of this module, if anything."""
+    return _CUSTOM.get(type(module))
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether tracing must not look into this module."""
+    return isinstance(module, EdgeConv) or type(module) in _CUSTOM or is_activation(module)
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """Return the activation that a module is, or None."""
+    custom = custom_layer(module)
+    if custom is not None:
+        return custom.activation(module) if custom.activation is not None else None
+    return activation(module) if is_activation(module) else None
+
+
+def producer_kind(module: nn.Module) -> str | None:
+    """Return "conv", "linear" or "edgeconv" if the module is a layer that mixes channels, else None."""
+    if isinstance(module, EdgeConv):
+        return "edgeconv"
+    if isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward:
+        return None if is_depthwise(module) else "conv"
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return "linear"
+    return None
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Return whether the module is a depthwise convolution; several outputs per channel count."""
+    return isinstance(module, nn.Conv2d) and module.groups > 1 and module.groups == module.in_channels
+
+
+def is_batchnorm(module: nn.Module) -> bool:
+    """Return whether the module is a BatchNorm that has statistics to evaluate with."""
+    return isinstance(module, _BatchNorm) and module.track_running_stats
+
+
+def output_width(module: nn.Module) -> int:
+    """Return the number of filters of a producer."""
+    return int(module.out_channels if isinstance(module, nn.Conv2d) else module.out_features)  # type: ignore[arg-type]
+
+
+def per_channel_tensors(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a follower's parameters and buffers that have one slice per channel."""
+    custom = custom_layer(module)
+    names = custom.per_channel if custom is not None else ("weight", "bias", "running_mean", "running_var")
+    return tuple(name for name in names if getattr(module, name, None) is not None)

@@ -1,0 +1,92 @@
+"""A split plan: which neurons become which copies, and what that promises and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from s3d_fast import costs
+from s3d_fast.graph import Graph
+
+
+@dataclass(frozen=True)
+class NeuronSplit:
+    """One neuron becomes m copies with parameters theta + eps * offsets[k], read with the weights[k]."""
+
+    unit: str
+    neuron: int
+    weights: Tensor  # (m,), sum 1
+    offsets: Tensor  # (m, D)
+    gain: float  # sum_k w_k delta_k^T S delta_k
+
+    @property
+    def copies(self) -> int:
+        """m, the number of copies."""
+        return len(self.weights)
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The splits of a model's neurons that `apply_splits` carries out."""
+
+    graph: Graph
+    splits: Sequence[NeuronSplit]
+
+    def __len__(self) -> int:
+        return len(self.splits)
+
+    @property
+    def gain(self) -> float:
+        """The sum of the gains; the loss changes by eps^2 / 2 times this, and O(eps^3)."""
+        return sum(split.gain for split in self.splits)
+
+    def predicted_change(self, eps: float) -> float:
+        """Return the predicted change of the loss for a step of size eps."""
+        return eps * eps / 2 * self.gain
+
+    def by_unit(self) -> dict[str, list[NeuronSplit]]:
+        """Return the splits of every unit that has any, in the order of the graph."""
+        groups: dict[str, list[NeuronSplit]] = {name: [] for name in self.graph.units}
+        for split in self.splits:
+            groups.setdefault(split.unit, []).append(split)
+        return {name: group for name, group in groups.items() if group}
+
+    def widths(self) -> dict[str, int]:
+        """Return the width of every unit after the plan."""
+        widths = self.graph.widths()
+        for split in self.splits:
+            widths[split.unit] += split.copies - 1
+        return widths
+
+    def added(self) -> costs.Cost:
+        """Return the parameters and MACs that the plan adds, counted exactly: splits of neighbouring layers included."""
+        return costs.count(self.graph, self.widths()) - costs.count(self.graph)
+
+    def __str__(self) -> str:
+        from s3d_fast.report import text_table
+
+        before, after = self.graph.widths(), self.widths()
+        rows = [["unit", "width", "after", "gain", "params", "MACs"]]
+        for name, splits in self.by_unit().items():
+            alone = costs.count(self.graph, {**before, name: after[name]}) - costs.count(self.graph)
+            gain = sum(split.gain for split in splits)
+            rows.append(
+                [name, str(before[name]), str(after[name]), f"{gain:.4g}", f"+{alone.params}", f"+{alone.macs}"]
+            )
+        total = self.added()
+        rows.append(
+            [
+                "all",
+                str(sum(before.values())),
+                str(sum(after.values())),
+                f"{self.gain:.4g}",
+                f"+{total.params}",
+                f"+{total.macs}",
+            ]
+        )
+        note = (
+            "The loss is predicted to change by eps^2 / 2 times the gain. Neighbouring units that both grow cost more"
+        )
+        return text_table(rows) + f"\n{note} than each alone, which the last row contains."

@@ -1,0 +1,324 @@
+"""Surgery: a split plan becomes a changed model and optimizer state; everything changes, or nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from s3d_fast import checks, layers
+from s3d_fast.graph import Graph, Layout
+from s3d_fast.models.dgcnn import EdgeConv
+from s3d_fast.plan import NeuronSplit, SplitPlan
+from s3d_fast.reference import grow_weight
+
+# How the entries of an optimizer's state scale when a gradient is scaled by w: like w, like w^2, or like its sign.
+LIKE_GRADIENT, LIKE_SQUARE, LIKE_SIGN = 1, 2, 0
+OPTIMIZER_STATE: dict[type[torch.optim.Optimizer], dict[str, int]] = {
+    torch.optim.SGD: {"momentum_buffer": LIKE_GRADIENT},
+    torch.optim.Adam: {"exp_avg": LIKE_GRADIENT, "exp_avg_sq": LIKE_SQUARE, "max_exp_avg_sq": LIKE_SQUARE},
+    torch.optim.AdamW: {"exp_avg": LIKE_GRADIENT, "exp_avg_sq": LIKE_SQUARE, "max_exp_avg_sq": LIKE_SQUARE},
+    # RMSprop's momentum is of gradients already divided by their root mean square.
+    torch.optim.RMSprop: {"square_avg": LIKE_SQUARE, "grad_avg": LIKE_GRADIENT, "momentum_buffer": LIKE_SIGN},
+}
+
+
+def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Split neurons of a model in place, and carry its optimizer's state along.
+
+    The row of a split neuron becomes m rows theta + eps * delta_k; every layer that treats its channel alone repeats that
+    channel m times; every consumer's column becomes the m columns w_k * W[:, i]. At eps = 0 the model computes the same
+    function. Optimizer state scales as the gradients do: by w_k for copied rows and followers (second moments by w_k^2),
+    not at all for consumers' columns. Changed parameters are new nn.Parameter objects without a gradient, in the same
+    parameter groups.
+
+    Args:
+        model: the model that the plan was made for, or one of the same layers and sizes.
+        plan: from `select`.
+        eps: the size of the step, >= 0.
+        optimizer: SGD, Adam, AdamW or RMSprop over the model's parameters.
+
+    Raises:
+        ValueError, TypeError: the plan does not fit the model, or the optimizer is of another model or kind. Nothing has
+            been changed then.
+    """
+    if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
+        raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
+    modules = _check_model(model, plan.graph)
+    by_unit = _check_splits(plan, modules)
+    kinds = _check_optimizer(optimizer, model)
+    if not by_unit:
+        return
+
+    expansions = {name: _Expansion.of(splits, plan.graph.units[name].width) for name, splits in by_unit.items()}
+    changes = [
+        change
+        for name in plan.graph.layers
+        for change in _layer_changes(plan.graph, name, modules[name], expansions, eps)
+    ]
+    carried = _carried_state(changes, optimizer, kinds)
+
+    for change in changes:
+        change.commit()
+    if optimizer is not None:
+        _commit_state(optimizer, changes, carried)
+    for name in plan.graph.layers:
+        _resize(modules[name])
+
+
+@dataclass
+class _Expansion:
+    """How the channels of a unit multiply: new channel n is a copy of channel index[n], read with weight[n]."""
+
+    index: Tensor  # (M',)
+    weight: Tensor  # (M',), float64
+    share: Tensor  # (M',), float64: one over the number of copies of the channel
+    delta: Tensor  # (M', D), float64
+
+    @classmethod
+    def of(cls, splits: Sequence[NeuronSplit], width: int) -> _Expansion:
+        by_neuron = {split.neuron: split for split in splits}
+        fan_in = splits[0].offsets.shape[1]
+        copies = torch.ones(width, dtype=torch.int64)
+        for split in splits:
+            copies[split.neuron] = split.copies
+        index = torch.arange(width).repeat_interleave(copies)
+        weight = torch.ones(len(index), dtype=torch.float64)
+        delta = torch.zeros(len(index), fan_in, dtype=torch.float64)
+        starts = copies.cumsum(0) - copies
+        for neuron, split in by_neuron.items():
+            place = slice(int(starts[neuron]), int(starts[neuron]) + split.copies)
+            weight[place] = split.weights.detach().to("cpu", torch.float64)
+            delta[place] = split.offsets.detach().to("cpu", torch.float64)
+        return cls(index, weight, 1 / copies[index].double(), delta)
+
+
+@dataclass
+class _Change:
+    """A parameter or buffer of a module, and how to make its successor: the value, and entries of optimizer state."""
+
+    module: nn.Module
+    name: str
+    old: Tensor
+    new: Tensor
+    state: Callable[[Tensor, int], Tensor]  # (state of the old shape, how it scales) -> state of the new shape
+    parameter: nn.Parameter | None = None
+
+    def commit(self) -> None:
+        if isinstance(self.old, nn.Parameter):
+            self.parameter = nn.Parameter(self.new, requires_grad=self.old.requires_grad)
+            self.module._parameters[self.name] = self.parameter
+        else:
+            self.module._buffers[self.name] = self.new
+
+
+def _expand_layout(
+    graph: Graph, layout: Layout, expansions: Mapping[str, _Expansion], multiplier: int = 1
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return for the entries of a layout: which old entry each new one copies, its weight, and its share."""
+    if not any(segment.source in expansions for segment in layout):
+        return None
+    index, weight, share, start = [], [], [], 0
+    for segment in layout:
+        repeat = segment.repeat * multiplier
+        expansion = expansions.get(segment.source or "")
+        channels = torch.arange(segment.channels) if expansion is None else expansion.index
+        ones = torch.ones(len(channels), dtype=torch.float64)
+        entries = start + channels[:, None] * repeat + torch.arange(repeat)
+        index.append(entries.flatten())
+        weight.append((ones if expansion is None else expansion.weight).repeat_interleave(repeat))
+        share.append((ones if expansion is None else expansion.share).repeat_interleave(repeat))
+        start += segment.channels * repeat
+    return torch.cat(index), torch.cat(weight), torch.cat(share)
+
+
+def _layer_changes(
+    graph: Graph, name: str, module: nn.Module, expansions: Mapping[str, _Expansion], eps: float
+) -> list[_Change]:
+    """Return every change that the expansions make to one layer."""
+    layer = graph.layers[name]
+    if layer.kind in ("depthwise", "batchnorm", "custom"):
+        multiplier = module.out_channels // module.in_channels if layer.kind == "depthwise" else 1  # type: ignore
+        expanded = _expand_layout(graph, layer.inputs, expansions, multiplier)
+        if expanded is None:
+            return []
+        index, weight, _ = expanded
+        return [_channel_change(module, tensor, index, weight) for tensor in layers.per_channel_tensors(module)]
+
+    own = expansions.get(name)
+    expanded = _expand_layout(graph, layer.inputs, expansions)
+    if own is None and expanded is None:
+        return []
+    columns, column_weight, share = expanded if expanded is not None else (None, None, None)
+    changes = []
+    if isinstance(module, EdgeConv):
+        if columns is not None and column_weight is not None and share is not None:
+            changes.append(_metric_change(module, columns, share))
+            # The weight acts on [x_j - x_i, x_i]: both halves have the input's channels.
+            columns = torch.cat([columns, columns + module.in_features])
+            column_weight = torch.cat([column_weight, column_weight])
+        if own is not None:
+            changes += [
+                _channel_change(module.norm, tensor, own.index, own.weight)
+                for tensor in layers.per_channel_tensors(module.norm)
+            ]
+    changes.append(_weight_change(module, own, columns, column_weight, eps))
+    if own is not None and getattr(module, "bias", None) is not None:
+        changes.append(_channel_change(module, "bias", own.index, own.weight, eps * own.delta[:, -1]))
+    return changes
+
+
+def _weight_change(
+    module: nn.Module, own: _Expansion | None, columns: Tensor | None, column_weight: Tensor | None, eps: float
+) -> _Change:
+    old = module.weight
+    assert isinstance(old, nn.Parameter)
+
+    def like(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(old.device, old.dtype if tensor.is_floating_point() else None)
+
+    rows = like(torch.arange(len(old)) if own is None else own.index)
+    assert rows is not None
+    shift = None
+    if own is not None and eps != 0:
+        shift = like(eps * own.delta[:, : old[0].numel()].reshape(len(own.index), *old.shape[1:]))
+    with torch.no_grad():
+        new = grow_weight(old, rows, None, shift, like(columns), like(column_weight))
+
+    def state(tensor: Tensor, scaling: int) -> Tensor:
+        scale = None if own is None else like(_scaled(own.weight, scaling))
+        return grow_weight(tensor, rows, scale, None, like(columns))
+
+    return _Change(module, "weight", old, new, state)
+
+
+def _channel_change(
+    module: nn.Module, name: str, index: Tensor, weight: Tensor, shift: Tensor | None = None
+) -> _Change:
+    old = getattr(module, name)
+    rows = index.to(old.device)
+    with torch.no_grad():
+        new = grow_weight(old, rows, None, None if shift is None else shift.to(old))
+
+    def state(tensor: Tensor, scaling: int) -> Tensor:
+        return grow_weight(tensor, rows, _scaled(weight, scaling).to(tensor))
+
+    return _Change(module, name, old, new, state)
+
+
+def _metric_change(module: EdgeConv, columns: Tensor, share: Tensor) -> _Change:
+    old = module.metric
+    new = grow_weight(old, columns.to(old.device), share.to(old))
+    return _Change(module, "metric", old, new, lambda tensor, scaling: tensor)
+
+
+def _scaled(weight: Tensor, scaling: int) -> Tensor:
+    return weight.sign() if scaling == LIKE_SIGN else weight**scaling
+
+
+def _carried_state(
+    changes: Sequence[_Change], optimizer: torch.optim.Optimizer | None, kinds: Mapping[str, int]
+) -> list[dict[str, object]]:
+    """Return the optimizer's state of every changed tensor, made to fit its successor."""
+    carried: list[dict[str, object]] = []
+    for change in changes:
+        state = optimizer.state.get(change.old, {}) if optimizer is not None else {}
+        entries: dict[str, object] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == change.old.shape and value.dim() > 0:
+                if key not in kinds:
+                    raise ValueError(f"optimizer: its state {key!r} is not one that splits know how to carry along")
+                value = change.state(value, kinds[key])
+            entries[key] = value
+        carried.append(entries)
+    return carried
+
+
+def _commit_state(
+    optimizer: torch.optim.Optimizer, changes: Sequence[_Change], carried: Sequence[dict[str, object]]
+) -> None:
+    successor = {id(change.old): change.parameter for change in changes if change.parameter is not None}
+    for group in optimizer.param_groups:
+        group["params"] = [successor.get(id(parameter), parameter) for parameter in group["params"]]
+    for change, entries in zip(changes, carried, strict=True):
+        if change.parameter is not None and change.old in optimizer.state:
+            del optimizer.state[change.old]
+            optimizer.state[change.parameter] = entries
+
+
+def _resize(module: nn.Module) -> None:
+    """Let the size attributes of a module follow its tensors."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.Conv2d) and isinstance(weight, Tensor):
+        if layers.is_depthwise(module):
+            multiplier = module.out_channels // module.in_channels
+            module.out_channels = len(weight)
+            module.in_channels = module.groups = len(weight) // multiplier
+        else:
+            module.out_channels, module.in_channels = len(weight), weight.shape[1] * module.groups
+    elif isinstance(module, EdgeConv):
+        module.out_features, module.in_features = len(module.weight), module.weight.shape[1] // 2
+        module.norm.num_features = len(module.weight)
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif layers.is_batchnorm(module):
+        module.num_features = len(module.running_mean)  # type: ignore[arg-type, assignment]
+    custom = layers.custom_layer(module)
+    if custom is not None and custom.per_channel:
+        for name in custom.size_attributes:
+            setattr(module, name, len(getattr(module, custom.per_channel[0])))
+
+
+def _check_model(model: nn.Module, graph: Graph) -> dict[str, nn.Module]:
+    modules = {}
+    for name, layer in graph.layers.items():
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise ValueError(f"model has no layer {name!r}, which the plan's graph has") from None
+        if layer.kind in ("conv", "linear", "edgeconv") and len(module.weight) != layer.width:  # type: ignore[arg-type]
+            raise ValueError(
+                f"plan does not fit the model: {name!r} had {layer.width} filters when the model was traced and has "
+                f"{len(module.weight)} now; trace again and make a new plan"  # type: ignore[arg-type]
+            )
+        modules[name] = module
+    return modules
+
+
+def _check_splits(plan: SplitPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[NeuronSplit]]:
+    seen = set()
+    for split in plan.splits:
+        unit = plan.graph.units.get(split.unit)
+        if unit is None:
+            raise ValueError(f"plan: {split.unit!r} is not a unit; the units are {', '.join(plan.graph.units)}")
+        where = f"plan: neuron {split.neuron} of {split.unit!r}"
+        if not isinstance(split.neuron, int) or not 0 <= split.neuron < unit.width:
+            raise ValueError(f"{where} does not exist: indices go from 0 to {unit.width - 1}")
+        if (split.unit, split.neuron) in seen:
+            raise ValueError(f"{where} is split twice")
+        seen.add((split.unit, split.neuron))
+        checks.is_tensor(f"{where}: weights", split.weights)
+        checks.is_tensor(f"{where}: offsets", split.offsets)
+        checks.has_shape(f"{where}: weights", split.weights, ("m",))
+        checks.has_shape(f"{where}: offsets", split.offsets, (len(split.weights), unit.fan_in))
+        checks.is_finite(f"{where}: weights", split.weights)
+        checks.is_finite(f"{where}: offsets", split.offsets)
+        total = float(split.weights.double().sum())
+        if len(split.weights) < 1 or abs(total - 1) > 1e-5:
+            raise ValueError(f"{where}: weights must sum to 1, got {total:.8g}")
+    return plan.by_unit()
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> Mapping[str, int]:
+    if optimizer is None:
+        return {}
+    if type(optimizer) not in OPTIMIZER_STATE:
+        known = ", ".join(kind.__name__ for kind in OPTIMIZER_STATE)
+        raise TypeError(f"optimizer must be one of {known}, got {type(optimizer).__name__}")
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise ValueError(f"optimizer holds {len(foreign)} parameters that are not the model's")
+    return OPTIMIZER_STATE[type(optimizer)]
