@@ -170,12 +170,7 @@ def _is_inplace(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return (
-        name.endswith("_")
-        or name.startswith("i")
-        and name[1:] in ("add", "sub", "mul", "truediv")
-        or bool(node.kwargs.get("inplace", False))
-    )
+    return name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv") or bool(node.kwargs.get("inplace"))
 
 
 @contextmanager
@@ -264,16 +259,16 @@ def _operator(
 ) -> SplittingOperator:
     module = recorder._held[0].get_submodule(unit.name)
     x = recorder.taps.inputs[unit.name]
-    keep = {} if dtype is None else {"dtype": dtype}
+    kept = x.dtype if dtype is None else dtype
     try:
         if isinstance(module, EdgeConv):
             winner, C = _winners(module, x, g, act)
-            return EdgeConvOperator(x.to(**keep), winner, C.to(**keep))
+            return EdgeConvOperator(x.to(kept), winner, C.to(kept))
         C = _coefficients(recorder, unit, act, g)
         bias = module.bias is not None
         if isinstance(module, nn.Conv2d):
-            return _conv_operator(module, x.to(**keep), C.to(**keep), bias)
-        return PointwiseOperator(x.flatten(0, -2).to(**keep), C.flatten(0, -2).to(**keep), bias=bias)
+            return _conv_operator(module, x.to(kept), C.to(kept), bias)
+        return PointwiseOperator(x.flatten(0, -2).to(kept), C.flatten(0, -2).to(kept), bias=bias)
     except ValueError as error:
         raise ValueError(f"unit {unit.name!r}: {error}") from error
 
@@ -333,8 +328,9 @@ def _explicit_padding(module: nn.Conv2d) -> tuple[int, int, int, int]:
     if module.padding == "same":
         total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
         return (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2)
+    assert isinstance(module.padding, tuple)
     height, width = module.padding
-    return (width, width, height, height)  # type: ignore[return-value]
+    return (width, width, height, height)
 
 
 def _winners(module: EdgeConv, x: Tensor, g: Tensor, act: Activation) -> tuple[Tensor, Tensor]:

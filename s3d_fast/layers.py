@@ -1,4 +1,4 @@
-"""What each kind of layer is to a split: a producer of channels, a consumer of them, or a follower, channel by channel."""
+"""What each kind of layer is to a split: a producer of channels, a consumer, or a follower, channel by channel."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def register_layer(
         raise TypeError(f"module_type must be a subclass of nn.Module, got {module_type!r}")
     fixed = activation
     make = (lambda module: fixed) if isinstance(fixed, Activation) else fixed
-    _CUSTOM[module_type] = CustomLayer(tuple(per_channel), tuple(size_attributes), make, linear)  # type: ignore[arg-type]
+    _CUSTOM[module_type] = CustomLayer(tuple(per_channel), tuple(size_attributes), make, linear)
 
 
 def custom_layer(module: nn.Module) -> CustomLayer | None:

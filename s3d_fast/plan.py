@@ -61,7 +61,7 @@ class SplitPlan:
         return widths
 
     def added(self) -> costs.Cost:
-        """Return the parameters and MACs that the plan adds, counted exactly: splits of neighbouring layers included."""
+        """Return the parameters and MACs that the plan adds; layers that grow at both sides are counted exactly."""
         return costs.count(self.graph, self.widths()) - costs.count(self.graph)
 
     def __str__(self) -> str:

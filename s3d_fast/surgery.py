@@ -28,11 +28,11 @@ OPTIMIZER_STATE: dict[type[torch.optim.Optimizer], dict[str, int]] = {
 def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Split neurons of a model in place, and carry its optimizer's state along.
 
-    The row of a split neuron becomes m rows theta + eps * delta_k; every layer that treats its channel alone repeats that
-    channel m times; every consumer's column becomes the m columns w_k * W[:, i]. At eps = 0 the model computes the same
-    function. Optimizer state scales as the gradients do: by w_k for copied rows and followers (second moments by w_k^2),
-    not at all for consumers' columns. Changed parameters are new nn.Parameter objects without a gradient, in the same
-    parameter groups.
+    The row of a split neuron becomes m rows theta + eps * delta_k; every layer that treats its channel alone repeats
+    that channel m times; every consumer's column becomes the m columns w_k * W[:, i]. At eps = 0 the model computes
+    the same function. Optimizer state scales as the gradients do: by w_k for copied rows and followers (second moments
+    by w_k^2), not at all for consumers' columns. Changed parameters are new nn.Parameter objects without a gradient,
+    in the same parameter groups.
 
     Args:
         model: the model that the plan was made for, or one of the same layers and sizes.
@@ -41,8 +41,8 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
         optimizer: SGD, Adam, AdamW or RMSprop over the model's parameters.
 
     Raises:
-        ValueError, TypeError: the plan does not fit the model, or the optimizer is of another model or kind. Nothing has
-            been changed then.
+        ValueError, TypeError: the plan does not fit the model, or the optimizer is of another model or kind. Nothing
+            has been changed then.
     """
     if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
@@ -140,7 +140,7 @@ def _layer_changes(
     """Return every change that the expansions make to one layer."""
     layer = graph.layers[name]
     if layer.kind in ("depthwise", "batchnorm", "custom"):
-        multiplier = module.out_channels // module.in_channels if layer.kind == "depthwise" else 1  # type: ignore
+        multiplier = module.out_channels // module.in_channels if isinstance(module, nn.Conv2d) else 1
         expanded = _expand_layout(graph, layer.inputs, expansions, multiplier)
         if expanded is None:
             return []
