@@ -1,6 +1,12 @@
 """Signed splitting steepest descent: grow PyTorch networks by splitting neurons, fast."""
 
 from s3d_fast.activations import Activation, Gaussian, activation, activation_names
+from s3d_fast.capture import Captured, capture
+from s3d_fast.checkpoint import load_grown, save_grown
+from s3d_fast.costs import Cost, count, marginal
+from s3d_fast.graph import Graph, Unit
+from s3d_fast.growth import Grower, Phase
+from s3d_fast.layers import register_layer
 from s3d_fast.operators import (
     ConvOperator,
     EdgeConvOperator,
@@ -15,29 +21,52 @@ from s3d_fast.ops import (
     splitting_matrices,
     splitting_matvec,
 )
+from s3d_fast.plan import NeuronSplit, SplitPlan
 from s3d_fast.schemes import Split, optimal_split, split_gain
+from s3d_fast.selection import select
 from s3d_fast.solvers import Spectrum, extremal_eigenpairs
+from s3d_fast.surgery import apply_splits
+from s3d_fast.tracing import trace
+from s3d_fast.training import EpochTrainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Activation",
+    "Captured",
     "ConvOperator",
+    "Cost",
     "EdgeConvOperator",
+    "EpochTrainer",
     "Gaussian",
+    "Graph",
+    "Grower",
+    "NeuronSplit",
+    "Phase",
     "PointwiseOperator",
     "Spectrum",
     "Split",
+    "SplitPlan",
     "SplittingOperator",
     "SumOperator",
+    "Unit",
     "activation",
     "activation_names",
+    "apply_splits",
+    "capture",
     "conv_matvec",
+    "count",
     "curvature_coefficients",
     "edgeconv_matvec",
     "extremal_eigenpairs",
+    "load_grown",
+    "marginal",
     "optimal_split",
+    "register_layer",
+    "save_grown",
+    "select",
     "split_gain",
     "splitting_matrices",
     "splitting_matvec",
+    "trace",
 ]

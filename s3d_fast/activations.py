@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ def gaussian(z: Tensor) -> Tensor:
 def activation(
     which: str | nn.Module | Callable[..., Any] | Activation | None,
     *,
-    sharpness: float = DEFAULT_SHARPNESS,
+    sharpness: float | None = None,
     **options: Any,
 ) -> Activation:
     """Return the activation that a name, an `nn.Module` instance or a function stands for.
@@ -103,27 +103,30 @@ def activation(
     Args:
         which: a name from `activation_names()`; a module such as `nn.SiLU()`, whose options are read off it; a
             function such as `F.silu` or `torch.tanh`; or None for the identity.
-        sharpness: beta of the softplus that stands in for a kink.
+        sharpness: beta of the softplus that stands in for a kink; 3 by default.
         options: the function's own options, such as `negative_slope=0.1` or `approximate="tanh"`.
 
     Raises:
         ValueError: the name is not known, an option has a bad value, or sharpness <= 0.
         TypeError: no activation belongs to this module or function, or it has no such option.
     """
-    checks.is_positive("sharpness", sharpness)
+    if sharpness is not None:
+        checks.is_positive("sharpness", sharpness)
+    if options and not (isinstance(which, str) or which in _FUNCTIONS):
+        raise TypeError(f"options go with a name or a function only, got {', '.join(options)} for {which!r}")
     if isinstance(which, Activation):
-        return which
+        return which if sharpness is None else replace(which, sharpness=sharpness)
+    if isinstance(which, nn.Module):
+        if type(which) not in _MODULES:
+            raise TypeError(f"which: no activation is known for the module {type(which).__name__}")
+        name, attributes = _MODULES[type(which)]
+        return activation(name, sharpness=sharpness, **{a: getattr(which, a) for a in attributes})
     if which is None:
         which = "identity"
-    if isinstance(which, nn.Module):
-        for module_type, (name, attributes) in _MODULES.items():
-            if type(which) is module_type:
-                return activation(name, sharpness=sharpness, **{a: getattr(which, a) for a in attributes})
-        raise TypeError(f"which: no activation is known for the module {type(which).__name__}")
     if isinstance(which, str):
         if which not in _BUILDERS:
             raise ValueError(f"which must be one of {', '.join(_BUILDERS)}; got {which!r}")
-        return _BUILDERS[which](sharpness=sharpness, **options)
+        return _BUILDERS[which](sharpness=DEFAULT_SHARPNESS if sharpness is None else sharpness, **options)
     if callable(which) and which in _FUNCTIONS:
         return activation(_FUNCTIONS[which], sharpness=sharpness, **options)
     raise TypeError(f"which must be a name, an nn.Module or a known function, got {which!r}")
@@ -158,10 +161,11 @@ def _relu6(sharpness: float, inplace: bool = False) -> Activation:
 
 
 def _leaky_relu(sharpness: float, negative_slope: float = 0.01, inplace: bool = False) -> Activation:
+    checks.is_number("negative_slope", negative_slope)
     return Activation(
         "leaky_relu",
         lambda z: F.leaky_relu(z, negative_slope),
-        lambda z: torch.where(z > 0, 1.0, negative_slope).to(z),
+        lambda z: torch.where(z > 0, torch.ones_like(z), negative_slope),
         torch.zeros_like,
         (Kink(0, 1 - negative_slope),),
         sharpness,
@@ -169,6 +173,8 @@ def _leaky_relu(sharpness: float, negative_slope: float = 0.01, inplace: bool = 
 
 
 def _elu(sharpness: float, alpha: float = 1.0, inplace: bool = False) -> Activation:
+    checks.is_number("alpha", alpha)
+
     def decay(z: Tensor) -> Tensor:
         return alpha * torch.exp(z.clamp(max=0))
 
@@ -213,11 +219,17 @@ def _gelu(sharpness: float, approximate: str = "none") -> Activation:
     return Activation("gelu", function, _tanh_gelu_first, _tanh_gelu_second)
 
 
+def _within(z: Tensor, bound: float) -> Tensor:
+    """Return z confined to where a derivative is not yet constant to the last bit, so that z^2 cannot overflow."""
+    return z.clamp(-bound, bound)
+
+
 def _gelu_first(z: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * gaussian(z) / math.sqrt(2 * math.pi)
 
 
 def _gelu_second(z: Tensor) -> Tensor:
+    z = _within(z, 40)
     return (2 - z * z) * gaussian(z) / math.sqrt(2 * math.pi)
 
 
@@ -226,12 +238,14 @@ _GELU_A, _GELU_B = math.sqrt(2 / math.pi), 0.044715
 
 
 def _tanh_gelu_first(z: Tensor) -> Tensor:
+    z = _within(z, 10)
     t = torch.tanh(_GELU_A * (z + _GELU_B * z**3))
     du = _GELU_A * (1 + 3 * _GELU_B * z * z)
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * du
 
 
 def _tanh_gelu_second(z: Tensor) -> Tensor:
+    z = _within(z, 10)
     t = torch.tanh(_GELU_A * (z + _GELU_B * z**3))
     du = _GELU_A * (1 + 3 * _GELU_B * z * z)
     ddu = 6 * _GELU_A * _GELU_B * z
@@ -239,11 +253,18 @@ def _tanh_gelu_second(z: Tensor) -> Tensor:
 
 
 def _softplus_activation(sharpness: float, beta: float = 1.0, threshold: float = 20.0) -> Activation:
+    checks.is_positive("beta", beta)
+    checks.is_number("threshold", threshold)
+
+    # PyTorch's softplus is the identity beyond the threshold, and its derivatives are those of the identity.
+    def first(z: Tensor) -> Tensor:
+        return torch.where(beta * z > threshold, torch.ones_like(z), torch.sigmoid(beta * z))
+
     def second(z: Tensor) -> Tensor:
         s = torch.sigmoid(beta * z)
-        return beta * s * (1 - s)
+        return torch.where(beta * z > threshold, torch.zeros_like(z), beta * s * (1 - s))
 
-    return Activation("softplus", lambda z: F.softplus(z, beta, threshold), lambda z: torch.sigmoid(beta * z), second)
+    return Activation("softplus", lambda z: F.softplus(z, beta, threshold), first, second)
 
 
 def _tanh(sharpness: float) -> Activation:
@@ -267,7 +288,11 @@ def _sigmoid(sharpness: float) -> Activation:
 
 
 def _gaussian(sharpness: float) -> Activation:
-    return Activation("gaussian", gaussian, lambda z: -z * gaussian(z), lambda z: (z * z - 1) * gaussian(z))
+    def second(z: Tensor) -> Tensor:
+        z = _within(z, 40)
+        return (z * z - 1) * gaussian(z)
+
+    return Activation("gaussian", gaussian, lambda z: -z * gaussian(z), second)
 
 
 def _identity(sharpness: float) -> Activation:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from s3d_fast import checks, ops
-from s3d_fast.activations import Activation
+from s3d_fast.activations import Activation, activation
 from s3d_fast.graph import Graph, Unit
 from s3d_fast.models.dgcnn import EdgeConv
 from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator, SumOperator
@@ -78,7 +78,7 @@ def capture(
             losses.append(float(loss.detach()))
             gradients = _gradients(loss, recorder, chosen, index)
             for unit, g in zip(chosen, gradients, strict=True):
-                act = unit.activation if sharpness is None else _sharpened(unit.activation, sharpness)
+                act = activation(unit.activation, sharpness=sharpness)
                 terms[unit.name].append(_operator(recorder, unit, act, g, dtype))
     recorder.clear()
     if not losses:
@@ -235,6 +235,8 @@ def _takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
 
 def _gradients(loss: Tensor, recorder: _Recorder, units: Sequence[Unit], index: int) -> list[Tensor]:
     """Return dLoss/dh at the activation of every unit."""
+    if not units:
+        return []
     ends = [recorder.taps.after[unit.name] for unit in units]
     if not loss.requires_grad:
         raise ValueError(f"the loss of batch {index} does not depend on the model's units")
@@ -247,11 +249,6 @@ def _gradients(loss: Tensor, recorder: _Recorder, units: Sequence[Unit], index: 
             raise ValueError(f"the gradient of batch {index} at unit {unit.name!r} is not finite")
         found.append(g)
     return found
-
-
-def _sharpened(act: Activation, sharpness: float) -> Activation:
-    checks.is_positive("sharpness", sharpness)
-    return Activation(act.name, act.function, act.first, act.curvature, act.kinks, sharpness)
 
 
 def _operator(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -81,9 +82,25 @@ def is_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
 
 
+def is_number(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is a finite number."""
+    if not (_is_number(value) and math.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+def is_pair(name: str, value: object, at_least: int) -> tuple[int, int]:
+    """Return a pair of integers, given as such or as one integer for both; raise ValueError if it is not that."""
+    pair = [value, value] if isinstance(value, Integral) else value
+    if isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(n, Integral) for n in pair):
+        first, second = int(pair[0]), int(pair[1])
+        if min(first, second) >= at_least:
+            return first, second
+    raise ValueError(f"{name} must be two integers >= {at_least}, got {value!r}")
+
+
 def is_count(name: str, value: int, at_least: int = 1) -> None:
     """Raise ValueError unless `value` is an integer of at least `at_least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}")
 
 
@@ -94,4 +111,4 @@ def is_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

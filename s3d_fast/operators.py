@@ -97,9 +97,9 @@ class ConvOperator(SplittingOperator):
         bias: bool = False,
         check_finite: bool = True,
     ) -> None:
-        self.kernel_size, self.stride = tuple(kernel_size), tuple(stride)
-        self.padding, self.dilation = tuple(padding), tuple(dilation)
-        ops.check_conv(X, C, self.kernel_size, self.stride, self.padding, self.dilation, check_finite)
+        self.kernel_size, self.stride, self.padding, self.dilation = ops.check_conv(
+            X, C, kernel_size, stride, padding, dilation, check_finite
+        )
         self._describe(X, C, C.shape[1], X.shape[1] * self.kernel_size[0] * self.kernel_size[1] + bias)
         self.X, self.C, self.bias = X, C, bias
 
@@ -149,6 +149,9 @@ class SumOperator(SplittingOperator):
         self.weights = [1.0] * len(self.terms) if weights is None else list(weights)
         if len(self.weights) != len(self.terms):
             raise ValueError(f"weights must have {len(self.terms)} entries, one per term; got {len(self.weights)}")
+        for term in self.terms:
+            if not isinstance(term, SplittingOperator):
+                raise TypeError(f"terms must be SplittingOperators, got {type(term).__name__}")
         first = self.terms[0]
         for term in self.terms[1:]:
             if (term.shape, term.dtype, term.device) != (first.shape, first.dtype, first.device):

@@ -10,6 +10,8 @@ from torch import Tensor
 from s3d_fast import checks, reference
 from s3d_fast.activations import Activation
 
+Pair = tuple[int, int]
+
 BACKENDS = ("auto", "reference", "cpu", "triton")
 
 
@@ -94,10 +96,10 @@ def conv_matvec(
 
     Raises: as `splitting_matvec`.
     """
-    check_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
-    _check_vectors(V, C.shape[1], X.shape[1] * kernel_size[0] * kernel_size[1] + bias, X)
+    geometry = check_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
+    _check_vectors(V, C.shape[1], X.shape[1] * geometry[0][0] * geometry[0][1] + bias, X)
     resolve_backend(backend)
-    return reference.conv_matvec(X, C, V, kernel_size, stride, padding, dilation, bias)
+    return reference.conv_matvec(X, C, V, *geometry, bias)
 
 
 def edgeconv_matvec(
@@ -150,7 +152,10 @@ def curvature_coefficients(
     checks.is_tensor("z", z)
     checks.has_shape("z", z, tuple(g.shape))
     checks.agrees("z", z, "g", g)
+    if not isinstance(activation, Activation):
+        raise TypeError(f"activation must be an Activation, from s3d_fast.activation; got {type(activation).__name__}")
     if scale is not None:
+        checks.is_tensor("scale", scale)
         checks.has_shape("scale", scale, (g.shape[1],))
         checks.agrees("scale", scale, "g", g)
     resolve_backend(backend)
@@ -172,9 +177,16 @@ def check_conv(
     padding: Sequence[int],
     dilation: Sequence[int],
     check_finite: bool = True,
-) -> None:
-    """Raise unless X (B, I, H, W) and C (B, M, H', W') are input and coefficients of such a convolution."""
+) -> tuple[Pair, Pair, Pair, Pair]:
+    """Return the geometry as pairs; raise unless X and C are input and coefficients of such a convolution.
+
+    X is (B, I, H, W) and C is (B, M, H', W').
+    """
     _check_pair(X, C, ("B", "I", "H", "W"))
+    kernel_size = checks.is_pair("kernel_size", kernel_size, 1)
+    stride = checks.is_pair("stride", stride, 1)
+    padding = checks.is_pair("padding", padding, 0)
+    dilation = checks.is_pair("dilation", dilation, 1)
     sizes = [
         (X.shape[2 + d] + 2 * padding[d] - dilation[d] * (kernel_size[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)
     ]
@@ -182,6 +194,7 @@ def check_conv(
         raise ValueError(f"X must be at least as large as the kernel, got {tuple(X.shape)} for {tuple(kernel_size)}")
     checks.has_shape("C", C, (len(X), "M", *sizes))
     _check_values(X, C, check_finite)
+    return kernel_size, stride, padding, dilation
 
 
 def check_edgeconv(X: Tensor, winner: Tensor, C: Tensor, check_finite: bool = True) -> None:

@@ -64,7 +64,9 @@ def conv_matvec(
     X, C = X.to(V.dtype), C.to(V.dtype)
     weight = (V[..., :-1] if bias else V).reshape(-1, X.shape[1], *kernel_size)
     offset = V[..., -1].reshape(-1) if bias else None
-    copies = len(weight) // C.shape[1]
+    if len(weight) == 0:
+        return torch.zeros_like(V)
+    copies = V.shape[:-2].numel()
     geometry = (list(stride), list(padding), list(dilation))
     U = F.conv2d(X, weight, offset, *geometry) * C.repeat(1, copies, 1, 1)
     result = conv2d_weight(X, list(weight.shape), U, *geometry).flatten(1)

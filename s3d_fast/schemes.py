@@ -71,7 +71,8 @@ def optimal_split(
     low, high = _eigenvalues(lambda_min, lambda_max)
     for name, vector in (("v_min", v_min), ("v_max", v_max)):
         checks.is_tensor(name, vector)
-        checks.has_shape(name, vector, (*low.shape, v_min.shape[-1]))
+        width = v_min.shape[-1] if v_min.dim() else "D"
+        checks.has_shape(name, vector, (*low.shape, width))
         checks.agrees(name, vector, "lambda_min", low)
         checks.is_finite(name, vector)
     gains = _gains(low, high, m, c)
@@ -87,6 +88,11 @@ def optimal_split(
     offsets = along_min[choice].unsqueeze(-1) * v_min.unsqueeze(-2)
     offsets = offsets + along_max[choice].unsqueeze(-1) * v_max.unsqueeze(-2)
 
+    if m == 3:
+        # Eigenvectors that a solver left slightly oblique could put a mixed offset outside the unit ball.
+        length = offsets.norm(dim=-1).amax(-1).clamp(min=1)
+        offsets = offsets / torch.where(choice == 2, length, 1)[..., None, None]
+
     splits = (gain < 0).unsqueeze(-1)
     unsplit = torch.zeros_like(w)
     unsplit[..., 0] = 1
@@ -94,7 +100,11 @@ def optimal_split(
 
 
 def _eigenvalues(lambda_min: Tensor | float, lambda_max: Tensor | float) -> tuple[Tensor, Tensor]:
-    low, high = torch.as_tensor(lambda_min), torch.as_tensor(lambda_max)
+    like = next((value for value in (lambda_min, lambda_max) if isinstance(value, Tensor)), None)
+    if like is None:
+        low, high = torch.as_tensor(lambda_min), torch.as_tensor(lambda_max)
+    else:
+        low, high = (v if isinstance(v, Tensor) else like.new_tensor(v) for v in (lambda_min, lambda_max))
     if not low.is_floating_point() or not high.is_floating_point():
         low, high = low.to(torch.get_default_dtype()), high.to(torch.get_default_dtype())
     checks.has_shape("lambda_max", high, tuple(low.shape))

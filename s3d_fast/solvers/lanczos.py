@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.spectrum import Spectrum, measure
+from s3d_fast.solvers.spectrum import Spectrum, measure, safe_norm
 
 # Convergence is looked at every so many steps: finding the Ritz values costs about as much as a step.
 CHECK_EVERY = 4
@@ -87,7 +87,7 @@ class _KrylovSpaces:
         # Once removes the component along the space; twice removes what rounding left of it.
         for _ in range(2):
             product = product - (basis.mT @ (basis @ product.unsqueeze(-1))).squeeze(-1)
-        beta = product.norm(dim=-1)
+        beta = safe_norm(product)
         self.scale = torch.maximum(self.scale, alpha.abs() + beta)
         width = self.basis.shape[2]
         noise = torch.finfo(product.dtype).eps * (10 + width**0.5) * self.scale

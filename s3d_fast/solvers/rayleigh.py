@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.spectrum import Spectrum, measure
+from s3d_fast.solvers.spectrum import Spectrum, measure, safe_norm
 
 
 def rayleigh(
@@ -23,7 +23,8 @@ def rayleigh(
     """Return the spectrum of every operator by v <- v -+ eta (S v - R(v) v) from the same start for both ends.
 
     eta = step / rho, where rho is the largest |S v| that the filter has shown so far: a lower bound of its spectral
-    radius that approaches it. Steps below 1 cannot diverge. Every iteration costs two matvecs.
+    radius that approaches it, from where on steps below 1 contract. Every iteration costs two matvecs; filters that
+    have converged stand still until the last one of their layer has.
     """
     runs = [_Descent(operator, start) for operator, start in zip(operators, starts, strict=True)]
     for _ in range(max_iters):
@@ -53,9 +54,9 @@ class _Descent:
         """Take the products with the current vectors, and move the vectors of the filters that have not converged."""
         quotient = (self.V * SV).sum(-1, keepdim=True)
         gradient = SV - quotient * self.V
-        self.radius = torch.maximum(self.radius, SV.norm(dim=-1, keepdim=True).amax(0))
-        error = gradient.norm(dim=-1).amax(0)
-        self.products += self.running
+        self.radius = torch.maximum(self.radius, safe_norm(SV).unsqueeze(-1).amax(0))
+        error = safe_norm(gradient).amax(0)
+        self.products += 1
         self.running = self.running & (error > tol * quotient.abs().amax(0).squeeze(-1))
         self.iterations += self.running
         move = torch.where(self.radius > 0, step / self.radius, 0) * self.running[:, None]

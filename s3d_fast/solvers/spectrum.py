@@ -47,6 +47,13 @@ class Spectrum:
         )
 
 
+def safe_norm(vectors: Tensor) -> Tensor:
+    """Return the norms along the last dimension; squares neither overflow nor underflow, whatever the scale of S."""
+    largest = vectors.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1)
+    return (vectors / scale).norm(dim=-1) * scale.squeeze(-1)
+
+
 def measure(
     operator: SplittingOperator,
     v_min: Tensor,  # (M, D)
@@ -63,7 +70,7 @@ def measure(
     V = torch.where(largest < 0, -V, V)
     SV = operator.matvec(V, backend)
     values = (V * SV).sum(-1)
-    residuals = (SV - values.unsqueeze(-1) * V).norm(dim=-1)
+    residuals = safe_norm(SV - values.unsqueeze(-1) * V)
     # Rounding can put the ends of a spectrum of width zero in the wrong order.
     order = values.argsort(0)
     values, residuals = values.gather(0, order), residuals.gather(0, order)

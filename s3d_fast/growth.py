@@ -1,0 +1,265 @@
+"""Growth: the paper's Algorithm 1. Train, capture, solve, select, split; repeat."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from s3d_fast import checkpoint, checks, costs
+from s3d_fast.capture import capture
+from s3d_fast.selection import select
+from s3d_fast.solvers import extremal_eigenpairs
+from s3d_fast.surgery import apply_splits
+from s3d_fast.tracing import trace
+
+Train = Callable[[nn.Module, torch.optim.Optimizer, int], object]
+STAGES = ("train", "evaluate", "capture", "solve", "select", "split")
+
+
+@dataclass
+class Phase:
+    """What happened in one phase of growth: training, and the split after it.
+
+    Attributes:
+        index: of the phase, from 0.
+        widths: of every unit while it trained.
+        params: all parameters of the model.
+        macs: multiply-accumulates per sample of the layers that hold channels.
+        metrics: what `evaluate` returned after training.
+        loss: on the batches for splitting, after training; NaN in the last phase, which does not split.
+        split_loss: the same after the split.
+        predicted_change: eps^2 / 2 times the sum of the gains.
+        gains: the sum of the gains of every unit's splits.
+        new_filters: of every unit.
+        unconverged: filters whose eigenpairs did not reach the tolerance.
+        matvecs: products S v that the slowest filter took.
+        memory: bytes that the splitting operators held.
+        seconds: for each stage.
+    """
+
+    index: int
+    widths: dict[str, int]
+    params: int
+    macs: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    loss: float = float("nan")
+    split_loss: float = float("nan")
+    predicted_change: float = 0.0
+    gains: dict[str, float] = field(default_factory=dict)
+    new_filters: dict[str, int] = field(default_factory=dict)
+    unconverged: int = 0
+    matvecs: int = 0
+    memory: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Grower:
+    """Grow a model by alternating training and splitting.
+
+    Every phase starts from random states derived from `seed` and its number, so that a run that was interrupted and
+    resumed ends with the weights of one that was not (on a CPU, with the same number of threads, and with data whose
+    order depends on the global random state alone).
+
+    Args:
+        model: the seed network; grown in place.
+        example_input: as for `trace`.
+        loss_fn: as for `capture`.
+        batches: a function that returns the batches to split on, of a given phase; or a list of batches.
+        train: `train(model, optimizer, phase)`; an `EpochTrainer`, or a function of yours.
+        optimizer: makes the optimizer from the model's parameters. Its state is carried through the splits, and its
+            learning rates are set back to their first values at the start of every phase.
+        phases: how often to train; there is a split between every two.
+        eps: the size of a split.
+        selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D.
+        solver: options for `extremal_eigenpairs`, such as dict(tol=1e-2).
+        units: names of the units that may be split; all by default.
+        evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
+        out: a folder for checkpoints; without one nothing is written and nothing can be resumed.
+        seed: of the random states.
+        progress: show bars.
+
+    Attributes:
+        history: a `Phase` for each phase that is finished.
+        stopped: why growth ended before the last phase, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_input: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        batches: Sequence[Any] | Callable[[int], Iterable[Any]],
+        train: Train,
+        optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        phases: int,
+        eps: float = 0.01,
+        selection: Mapping[str, Any] | None = None,
+        solver: Mapping[str, Any] | None = None,
+        units: Sequence[str] | None = None,
+        evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+        out: str | Path | None = None,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> None:
+        checks.is_count("phases", phases)
+        checks.is_positive("eps", eps)
+        checks.is_count("seed", seed, at_least=0)
+        self.model, self.example_input, self.loss_fn = model, example_input, loss_fn
+        self.batches, self.train, self.phases, self.eps = batches, train, phases, eps
+        self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else dict(selection)
+        self.solver = {"tol": 1e-2} if solver is None else dict(solver)
+        self.units, self.evaluate, self.seed, self.progress = units, evaluate, seed, progress
+        self.out = None if out is None else Path(out)
+        self.history: list[Phase] = []
+        self.stopped: str | None = None
+        # Fails here, before any training, on a model that cannot be traced or has no unit of that name.
+        graph = trace(model, example_input)
+        for name in units or ():
+            if name not in graph.units:
+                raise ValueError(f"units: {name!r} is not a unit of the model, which has {', '.join(graph.units)}")
+        self.make_optimizer = optimizer
+        self.optimizer = optimizer(model.parameters())
+        self._first_rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def run(self, resume: bool = False) -> list[Phase]:
+        """Run all phases, or those that are left; return the history.
+
+        Args:
+            resume: go on after the last phase whose checkpoint is in `out`; from the start if there is none.
+
+        Raises:
+            ValueError: `resume` without `out`; a folder that holds another run; a loss that is not finite.
+        """
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self._clear_leftovers()
+            found = self._checkpoints()
+            if found and not resume:
+                raise ValueError(f"out: {self.out} holds a run already; resume it, or give another folder")
+            if found:
+                self._restore(found[-1])
+        elif resume:
+            raise ValueError("resume needs the folder of the run; give out")
+        with tqdm(total=self.phases, initial=len(self.history), unit="phase", disable=not self.progress) as bar:
+            while len(self.history) < self.phases and self.stopped is None:
+                phase = self._phase(len(self.history))
+                self.history.append(phase)
+                self._save(phase)
+                bar.update()
+        return self.history
+
+    def _phase(self, index: int) -> Phase:
+        """Train, and split unless this is the last phase."""
+        self._seed(index)
+        for group, rate in zip(self.optimizer.param_groups, self._first_rates, strict=True):
+            group["lr"] = rate
+        graph = trace(self.model, self.example_input)
+        params = sum(parameter.numel() for parameter in self.model.parameters())
+        phase = Phase(index, graph.widths(), params, costs.count(graph).macs)
+        with self._timed(phase, "train"):
+            self.train(self.model, self.optimizer, index)
+        with self._timed(phase, "evaluate"):
+            if self.evaluate is not None:
+                phase.metrics = {name: float(value) for name, value in self.evaluate(self.model).items()}
+        if self.out is not None:
+            checkpoint.save_grown(self.model, self.out / f"network-{index:03d}.safetensors")
+        if index + 1 < self.phases:
+            self._split(phase)
+        return phase
+
+    def _split(self, phase: Phase) -> None:
+        graph = trace(self.model, self.example_input)
+        batches = list(self.batches(phase.index) if callable(self.batches) else self.batches)
+        with self._timed(phase, "capture"):
+            operators = capture(self.model, self.loss_fn, batches, graph, units=self.units, progress=self.progress)
+        phase.loss, phase.memory = operators.loss, sum(operators.memory().values())
+        with self._timed(phase, "solve"):
+            spectra = extremal_eigenpairs(operators, **self.solver)
+        del operators
+        phase.unconverged = sum(int((~spectrum.converged).sum()) for spectrum in spectra.values())
+        phase.matvecs = max((int(spectrum.matvecs.max()) for spectrum in spectra.values()), default=0)
+        with self._timed(phase, "select"):
+            plan = select(spectra, graph, **self.selection)
+        for name, splits in plan.by_unit().items():
+            phase.gains[name] = sum(split.gain for split in splits)
+            phase.new_filters[name] = sum(split.copies - 1 for split in splits)
+        phase.predicted_change = plan.predicted_change(self.eps)
+        if not len(plan):
+            self.stopped = f"no neuron gains from a split after phase {phase.index}"
+            return
+        with self._timed(phase, "split"):
+            apply_splits(self.model, plan, self.eps, self.optimizer)
+        # What the split did, for comparison with what it promised: no unit is captured, only the loss.
+        after = trace(self.model, self.example_input)
+        phase.split_loss = capture(self.model, self.loss_fn, batches, after, units=()).loss
+
+    def _seed(self, index: int) -> None:
+        state = np.random.SeedSequence([self.seed, index]).generate_state(1)[0]
+        torch.manual_seed(int(state))
+        random.seed(int(state))
+        np.random.seed(int(state))  # noqa: NPY002 - users' augmentation may draw from it
+
+    @contextmanager
+    def _timed(self, phase: Phase, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        phase.seconds[stage] = time.perf_counter() - start
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the run it continues."""
+        plain = json.loads(json.dumps({"selection": self.selection, "solver": self.solver}, default=repr))
+        return {**plain, "eps": self.eps, "seed": self.seed, "units": None if self.units is None else list(self.units)}
+
+    def _checkpoints(self) -> list[Path]:
+        assert self.out is not None
+        return sorted(self.out.glob("phase-*.safetensors"))
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a process that was killed while it wrote has left behind."""
+        assert self.out is not None
+        for path in self.out.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
+
+    def _save(self, phase: Phase) -> None:
+        if self.out is None:
+            return
+        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        state, groups = checkpoint.optimizer_tensors(self.model, self.optimizer)
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in state.items()}
+        record = {
+            "sizes": checkpoint.layer_sizes(self.model),
+            "groups": groups,
+            "history": [asdict(past) for past in self.history],
+            "stopped": self.stopped,
+            "settings": self._settings(),
+        }
+        checkpoint.write(self.out / f"phase-{phase.index:03d}.safetensors", tensors, record)
+
+    def _restore(self, path: Path) -> None:
+        tensors, record = checkpoint.read(path)
+        if record["settings"] != self._settings():
+            raise ValueError(
+                f"out: {path.parent} holds a run with other settings: {record['settings']}; "
+                f"this one has {self._settings()}"
+            )
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition("/")
+            parts[part][rest] = tensor
+        checkpoint.restore(self.model, parts["model"], record)
+        self.optimizer = self.make_optimizer(self.model.parameters())
+        checkpoint.restore_optimizer(self.model, self.optimizer, parts["optimizer"], record["groups"])
+        self.history = [Phase(**past) for past in record["history"]]
+        self.stopped = record["stopped"]
