@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,14 +57,10 @@ def _run_rbf(options: argparse.Namespace) -> int:
     report.require_matplotlib()
     options.out.mkdir(parents=True, exist_ok=True)
 
-    # Tensors this small do not gain from a second thread, and exp(-z^2 / 2) far from a centre is a denormal number,
-    # which is slow to compute with and contributes nothing.
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
     problem = rbf.make_problem(settings)
     total = len(rbf.METHODS) * settings.steps * settings.neurons
     runs = []
-    with tqdm(total=total, unit="step", smoothing=0.05) as bar:
+    with _small_tensors(), tqdm(total=total, unit="step", smoothing=0.05) as bar:
         for method in rbf.METHODS:
             bar.set_description(method.name)
             runs.append(rbf.grow(problem, method, settings, bar.update))
@@ -87,6 +84,23 @@ def _run_rbf(options: argparse.Namespace) -> int:
     (options.out / "rbf.json").write_text(json.dumps(records, indent=1) + "\n")
     print(f"Written: {figure}, rbf.txt, rbf.json")
     return 0
+
+
+@contextmanager
+def _small_tensors() -> Iterator[None]:
+    """Compute with one thread and without denormal numbers.
+
+    Tensors this small do not gain from a second thread; and exp(-z^2 / 2) far from a centre is a denormal number, which
+    is slow to compute with and contributes nothing.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def _losses(axis: Any, runs: Sequence[rbf.Run], title: str, base: rbf.Method | N
     quartiles = torch.tensor([0.25, 0.5, 0.75])
     for run in runs:
         losses = torch.stack(run.losses)
-        low, middle, high = losses.quantile(quartiles, dim=1)
+        low, middle, high = losses.quantile(quartiles, dim=1).numpy()
         times = [time / 1e4 for time in run.times]
         (line,) = axis.plot(times, middle, label=run.method.name, linewidth=1.5)
         axis.fill_between(times, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
@@ -84,11 +84,11 @@ def _eigenvalues(axis: Any, run: rbf.Run, problem: rbf.Problem, seed: int, setti
     assert stage is not None
     spectrum, theta = stage.spectra[seed], stage.model.theta[seed].detach()
     alive = stage.model.alive[seed] > 0
-    centres = (-theta[:, 1] / theta[:, 0])[alive].clamp(-5.5, 5.5)
-    low, high = spectrum.lambda_min[alive], spectrum.lambda_max[alive]
+    centres = (-theta[:, 1] / theta[:, 0])[alive].clamp(-5.5, 5.5).numpy()
+    low, high = spectrum.lambda_min[alive].numpy(), spectrum.lambda_max[alive].numpy()
     axis.bar(centres, high, width=0.25, color="tab:blue", alpha=0.8, label="lambda_max")
     axis.bar(centres, low, width=0.25, color="tab:red", alpha=0.8, label="lambda_min")
-    span = float(torch.maximum(high.max() - low.min(), torch.tensor(1e-12)))
+    span = max(float(high.max() - low.min()), 1e-12)
     for values, place, colour in ((high, high.argmax(), "tab:blue"), (low, low.argmin(), "tab:red")):
         sign = 1 if colour == "tab:blue" else -1
         tip = float(values[place]) if sign * float(values[place]) > 0 else 0.0
