@@ -228,7 +228,7 @@ def _programme(
 ) -> np.ndarray:
     """Return the candidates with the largest sum of gains within the budget: at most one per neuron."""
     n = len(candidates.gain)
-    if n == 0:
+    if n == 0 or budget <= 0:
         return np.zeros(0, np.int64)
     price = np.array([prices[name] for name in candidates.units])[candidates.unit]
     extra = (candidates.copies - 1).astype(np.float64)
@@ -236,8 +236,8 @@ def _programme(
     group = group.reshape(-1)
     columns = np.arange(n)
     rows = [group, np.full(n, group.max() + 1)]
-    values = [np.ones(n), price * extra / max(budget, 1e-300)]
-    upper = [np.ones(group.max() + 1), np.ones(1)]
+    values = [np.ones(n), price * extra]
+    upper = [np.ones(group.max() + 1), np.array([budget])]
     capped = [index for index, name in enumerate(candidates.units) if _cap(caps, name) < float("inf")]
     for number, index in enumerate(capped):
         rows.append(np.full(n, group.max() + 2 + number))
@@ -258,11 +258,14 @@ def _programme(
             constraints=LinearConstraint(matrix, ub=bound),
             integrality=np.ones(n),
             bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 1e-9},
+            options={"mip_rel_gap": 0.0},
         )
     if result.x is None:
         raise RuntimeError(f"the selection programme was not solved: {result.message}")
-    return np.flatnonzero(result.x > (1 - 1e-6 if relax else 0.5))
+    chosen = np.flatnonzero(result.x > (1 - 1e-6 if relax else 0.5))
+    if len(np.unique(group[chosen])) < len(chosen):
+        raise RuntimeError("the selection programme chose a neuron twice; the solver's result is not feasible")
+    return chosen
 
 
 def _rounded(candidates: _Candidates, chosen: np.ndarray, graph: Graph, round_to: int) -> np.ndarray:

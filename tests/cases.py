@@ -134,6 +134,14 @@ ROWS = (
     RowsCase(65, 33, 7, torch.float16, bias=True),
 )
 
+# For benchmarks only.
+LARGE_ROWS = (
+    RowsCase(65536, 32, 32, torch.float32),
+    RowsCase(65536, 64, 64, torch.float32),
+    RowsCase(65536, 128, 128, torch.float32),
+    RowsCase(16384, 256, 256, torch.float32),
+)
+
 CONVS = (
     ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1)),
     ConvCase(2, 3, 7, 6, 4, k=(3, 3), s=(2, 2), p=(1, 1), bias=True),

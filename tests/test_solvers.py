@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast import PointwiseOperator, Spectrum, SplittingOperator, extremal_eigenpairs
+from s3d_fast.solvers import lanczos
 from tests.cases import CONVS, EDGES, RowsCase
 from tests.test_operators import operator_of
 
@@ -395,3 +396,19 @@ def test_lanczos_is_ten_times_cheaper_than_descent_on_a_random_layer() -> None:
         print(f"rayleigh, step {step}: error {error(descent):.1e} after {products} products")
         assert products >= 10 * matvecs
         assert error(descent) > 1e-3
+
+
+@pytest.mark.parametrize(("leave_below", "right"), [(lanczos.LEAVE_BELOW, True), (1.0, False)])
+def test_filters_that_stay_on_find_the_extreme_that_they_had_missed(
+    leave_below: float, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanczos, "LEAVE_BELOW", leave_below)
+    missed = 0
+    for seed in (100, 101, 102):
+        generator = torch.Generator().manual_seed(seed)
+        X = torch.randn(1024, 64, generator=generator, dtype=torch.float64)
+        C = torch.randn(1024, 128, generator=generator, dtype=torch.float64)
+        found, true = (extremal_eigenpairs((X, C), solver=solver, tol=1e-2) for solver in ("lanczos", "exact"))
+        low, high = found.lambda_min - true.lambda_min, true.lambda_max - found.lambda_max
+        missed += int((torch.maximum(low, high) > 1e-2 * true.radius).sum())
+    assert (missed == 0) == right

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from s3d_fast import checks, ops
 from s3d_fast.operators import PointwiseOperator, SplittingOperator
-from s3d_fast.solvers.exact import exact
-from s3d_fast.solvers.lanczos import lanczos
-from s3d_fast.solvers.rayleigh import rayleigh
+from s3d_fast.solvers import exact, lanczos, rayleigh
 from s3d_fast.solvers.spectrum import Spectrum
 
 __all__ = ["SOLVERS", "Spectrum", "extremal_eigenpairs"]
@@ -100,13 +98,13 @@ def extremal_eigenpairs(
 
     operators = _as_list(operator)
     if solver == "exact":
-        spectra = exact(operators, tol, backend)
+        spectra = exact.solve(operators, tol, backend)
     else:
         starts = _random_starts(operators, generator)
         if solver == "lanczos":
-            spectra = lanczos(operators, starts, tol, max_iters, backend)
+            spectra = lanczos.solve(operators, starts, tol, max_iters, backend)
         else:
-            spectra = rayleigh(operators, starts, tol, max_iters, step, backend)
+            spectra = rayleigh.solve(operators, starts, tol, max_iters, step, backend)
 
     if isinstance(operator, Mapping):
         return dict(zip(operator, spectra, strict=True))

@@ -10,7 +10,7 @@ from s3d_fast.operators import SplittingOperator
 from s3d_fast.solvers.spectrum import Spectrum, measure
 
 
-def exact(operators: Sequence[SplittingOperator], tol: float, backend: str) -> list[Spectrum]:
+def solve(operators: Sequence[SplittingOperator], tol: float, backend: str) -> list[Spectrum]:
     """Return the spectrum of every operator by dense eigendecomposition in float64: O(M D^2) memory, O(M D^3) time.
 
     A filter counts as having had no matvecs but those of the final residuals.

@@ -18,7 +18,7 @@ CHECK_EVERY = 4
 LEAVE_BELOW = 1e-2
 
 
-def lanczos(
+def solve(
     operators: Sequence[SplittingOperator],
     starts: Sequence[Tensor],  # each (M, D), unit vectors
     tol: float,

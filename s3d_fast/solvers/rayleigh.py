@@ -12,7 +12,7 @@ from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.solvers.spectrum import Spectrum, measure, safe_norm
 
 
-def rayleigh(
+def solve(
     operators: Sequence[SplittingOperator],
     starts: Sequence[Tensor],  # each (M, D), unit vectors
     tol: float,

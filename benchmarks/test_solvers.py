@@ -1,0 +1,58 @@
+"""How many products Lanczos needs for a random layer, and how many the paper's descent needs with its best step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
+
+from s3d_fast.operators import PointwiseOperator
+from s3d_fast.solvers import Spectrum, extremal_eigenpairs
+
+STEPS = (0.6, 0.8, 0.9, 1.0, 1.1)
+ERROR = 1e-3
+
+
+@pytest.fixture(scope="module")
+def layer() -> PointwiseOperator:
+    generator = torch.Generator().manual_seed(1)
+    return PointwiseOperator(torch.randn(4096, 256, generator=generator), torch.randn(4096, 256, generator=generator))
+
+
+@pytest.fixture(scope="module")
+def truth(layer: PointwiseOperator) -> Spectrum:
+    return extremal_eigenpairs(layer, solver="exact")
+
+
+def error(found: Spectrum, truth: Spectrum) -> Tensor:
+    """Return the larger error of the two eigenvalues of every filter, in units of its spectral radius."""
+    low, high = (found.lambda_min - truth.lambda_min).abs(), (found.lambda_max - truth.lambda_max).abs()
+    return torch.maximum(low, high) / truth.radius
+
+
+def test_lanczos(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: Spectrum) -> None:
+    found = benchmark.pedantic(extremal_eigenpairs, (layer,), {"tol": 1e-2}, rounds=3, warmup_rounds=1)
+    worst = float(error(found, truth).max())
+    print(f"\nlanczos: error {worst:.1e} of the spectral radius after {int(found.matvecs.max())} products")
+    assert worst <= ERROR
+    assert int(found.matvecs.max()) <= 50
+
+
+def test_rayleigh(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: Spectrum) -> None:
+    """The fewest iterations, by doubling, after which every filter is within the error, at the best of the steps."""
+    needed = {}
+    for step in STEPS:
+        for iterations in (250, 500, 1000, 2000, 4000):
+            found = extremal_eigenpairs(layer, "rayleigh", 1e-7, iterations, step=step)
+            worst = float(error(found, truth).max())
+            print(f"\nrayleigh, step {step}: error {worst:.1e} after {2 * iterations} products")
+            if worst <= ERROR:
+                needed[step] = iterations
+                break
+            if iterations >= min(needed.values(), default=4000):
+                break
+    best = min(needed, key=needed.__getitem__)
+    assert 2 * needed[best] >= 10 * 50
+    options = {"solver": "rayleigh", "tol": 1e-7, "max_iters": needed[best], "step": best}
+    benchmark.pedantic(extremal_eigenpairs, (layer,), options, rounds=1)

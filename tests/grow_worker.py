@@ -1,0 +1,184 @@
+"""A small growth to run in processes of its own: `run` finishes or resumes it, `kill` dies in the middle of it.
+
+    python -m tests.grow_worker run FOLDER
+    python -m tests.grow_worker kill FOLDER STAGE PHASE
+    python -m tests.grow_worker kill-all FOLDER
+
+`kill-all` does what `kill` does for every scenario, in forked processes and folders of their own, and prints for each
+its name and the signals that ended it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import s3d_fast as s3d
+from s3d_fast import growth
+from s3d_fast.models.mlp import MLP
+
+PHASES = 3
+CALLS = {"capture": "capture", "solve": "extremal_eigenpairs", "select": "select", "split": "apply_splits"}
+WRITES = ("network", "phase")
+STAGES = [
+    *((stage, phase) for phase in (0, 1) for stage in ("train", "evaluate", *CALLS)),
+    *((f"{how}-{file}", phase) for phase in (0, 1, 2) for file in WRITES for how in ("half", "before", "after")),
+    ("train", 2),
+    ("evaluate", 2),
+]
+# Where a run dies, and where the run that resumes it dies again.
+SCENARIOS = {f"{stage}-{phase}": [(stage, phase)] for stage, phase in STAGES} | {
+    "again-and-again": [("half-phase", 0), ("train", 0), ("split", 1), ("half-network", 2), ("half-phase", 2)]
+}
+
+
+def data(count: int = 48, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return points of the plane and their classes: three rings."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 2, generator=generator, dtype=dtype)
+    return x, (x.norm(dim=1) / 0.9).long().clamp(max=2)
+
+
+def accuracy(model: nn.Module) -> dict[str, float]:
+    """Return the share of points that the model gets right; leaves it in eval mode."""
+    x, target = data()
+    model.eval()
+    with torch.no_grad():
+        return {"accuracy": float((model(x).argmax(1) == target).double().mean())}
+
+
+def grower(out: str | Path | None, **options: Any) -> s3d.Grower:
+    """Return a Grower of a small network with BatchNorm, on data that is shuffled."""
+    x, target = data()
+    torch.manual_seed(1)
+    model = MLP([2, 4, 4, 3], batchnorm=True)
+    loader = DataLoader(TensorDataset(x, target), batch_size=16, shuffle=True)
+    arguments: dict[str, Any] = {
+        "train": s3d.EpochTrainer(loader, nn.functional.cross_entropy, epochs=3),
+        "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+        "phases": PHASES,
+        "eps": 0.05,
+        "evaluate": accuracy,
+        "out": out,
+        "seed": 3,
+        **options,
+    }
+    return s3d.Grower(model, x[:2], nn.functional.cross_entropy, [(x[:24], target[:24])], **arguments)
+
+
+def die() -> None:
+    """End this process as the kernel would: nothing is flushed, nothing is cleaned up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(run: s3d.Grower, stage: str, phase: int) -> None:
+    """Make this process die when the growth has done a stage of a phase, or is about to finish it."""
+
+    def then_die(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            if len(run.history) == phase:
+                die()
+            return result
+
+        return wrapped
+
+    if stage in CALLS:
+        setattr(growth, CALLS[stage], then_die(getattr(growth, CALLS[stage])))
+    elif stage in ("train", "evaluate"):
+        setattr(run, stage, then_die(getattr(run, stage)))
+    else:
+        how, _, file = stage.partition("-")
+        arm_file(how, f"{file}-{phase:03d}")
+
+
+def arm_file(how: str, name: str) -> None:
+    """Make this process die halfway through the file, just before it gets its name, or just after."""
+    open_file, replace = builtins.open, os.replace
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        stream = open_file(file, mode, *args, **kwargs)
+        if name in str(file) and "w" in mode:
+            return Half(stream)
+        return stream
+
+    def replaced(source: Any, target: Any) -> None:
+        if name not in str(target):
+            return replace(source, target)
+        if how == "after":
+            replace(source, target)
+        return die()
+
+    if how == "half":
+        builtins.open = opened
+    else:
+        os.replace = replaced
+
+
+class Half:
+    """A file for writing that ends the process when half of the first write has reached the disk."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> Half:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+
+    def write(self, content: bytes) -> int:
+        """Write half, and die."""
+        self.stream.write(content[: len(content) // 2])
+        self.stream.flush()
+        die()
+        return 0
+
+
+def killed(folder: Path, stage: str, phase: int) -> None:
+    """Run the growth until it dies."""
+    run = grower(folder)
+    arm(run, stage, phase)
+    run.run(resume=True)
+
+
+def kill_all(folder: Path) -> None:
+    """Run every scenario in a process of its own."""
+    # What PyTorch imports on first use is imported once here instead of once in every child.
+    grower(None).run()
+    for name, deaths in SCENARIOS.items():
+        signals = [fork(folder / name, stage, phase) for stage, phase in deaths]
+        print(name, *signals, flush=True)
+
+
+def fork(folder: Path, stage: str, phase: int) -> int:
+    """Run the growth in a child until it dies; return the signal that ended it, or 0."""
+    child = os.fork()
+    if child == 0:
+        try:
+            killed(folder, stage, phase)
+        finally:
+            # It should have died before.
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    command, place = sys.argv[1], Path(sys.argv[2])
+    if command == "run":
+        grower(place).run(resume=True)
+    elif command == "kill":
+        killed(place, sys.argv[3], int(sys.argv[4]))
+    else:
+        kill_all(place)
