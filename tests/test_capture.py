@@ -67,14 +67,11 @@ def assert_is_second_derivative(
         assert abs(measured - float(forms.sum())) <= tolerance * float(forms.abs().sum()), name
 
 
-# The mathematics
-
-
 @pytest.mark.parametrize("case", SMOOTH_MODELS, ids=str)
 def test_operators_are_the_second_derivative_of_the_true_loss(case: ModelCase) -> None:
-    # Neighbours and the winners of a maximum must not change on the way.
-    options = {"eps": 1e-4, "tolerance": 1e-5} if case.name in ("dgcnn", "vgg") else {}
-    assert_is_second_derivative(case.model(), case.inputs(), **options)
+    # Neighbours and the winners of a maximum must not change on the way: small steps, and images without near ties.
+    eps, tolerance = {"dgcnn": (1e-4, 1e-5), "vgg": (3e-4, 1e-5)}.get(case.name, (1e-3, 1e-6))
+    assert_is_second_derivative(case.model(), case.inputs(seed=6), eps=eps, tolerance=tolerance)
 
 
 def test_the_last_unit_of_mobilenet_is_exact() -> None:
@@ -233,9 +230,6 @@ def test_kinked_activations_use_a_softplus_of_the_given_sharpness() -> None:
         assert relative_error(captured["layers.2"].dense(), S) < 1e-12
 
 
-# Batches, loss functions and options
-
-
 def small() -> tuple[nn.Module, Graph, list[tuple[Tensor, Tensor]]]:
     """Return a small model with BatchNorm, its graph, and three batches."""
     case = BY_NAME["mlp-batchnorm"]
@@ -358,9 +352,6 @@ def test_memory_is_what_the_tensors_take(name: str, count: int) -> None:
         assert memory[unit] == sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-# The model is left exactly as it was
-
-
 class Fingerprint:
     """Everything about a model, and the random state, that must not move."""
 
@@ -478,9 +469,6 @@ def test_frozen_models_are_captured_too(name: str) -> None:
     before.assert_equal(model)
     for unit in graph.units:
         assert relative_error(captured[unit].dense(), expected[unit].dense()) < 1e-12
-
-
-# Errors
 
 
 def test_a_loss_that_is_not_finite_names_the_batch() -> None:

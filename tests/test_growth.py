@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import subprocess
@@ -89,7 +90,7 @@ def test_every_phase_is_recorded() -> None:
         assert phase.params == parameters(MLP([2, first, second, 3], batchnorm=True))
         assert phase.macs == 2 * first + first * second + second * 3
         assert all(seconds >= 0 for seconds in phase.seconds.values())
-    for before, after in zip(history, history[1:], strict=False):
+    for before, after in itertools.pairwise(history):
         assert set(before.seconds) == STAGES
         assert math.isfinite(before.loss)
         assert math.isfinite(before.split_loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -526,6 +527,7 @@ def test_float32_spectra_make_plans_too() -> None:
         ({"cost": lambda unit: math.nan, "budget": 3}, "cost"),
         ({"cost": lambda unit: math.inf, "budget": 3}, "cost"),
     ],
+    ids=lambda value: re.sub(r"<function.*?>", "function", str(value)),
 )
 def test_bad_arguments_are_named(options: dict[str, Any], argument: str) -> None:
     graph = mlp_graph(3)

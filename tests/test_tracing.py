@@ -60,9 +60,6 @@ def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_CUSTOM", dict(layers._CUSTOM))
 
 
-# Every model
-
-
 @pytest.mark.parametrize("case", MODELS, ids=str)
 def test_the_units_of_every_model(case: ModelCase) -> None:
     graph = trace(case.model(), case.inputs())
@@ -158,9 +155,6 @@ def test_only_the_feed_forward_layer_of_a_transformer_is_a_unit() -> None:
     assert_blocked(graph, "project", f"residual addition '{additions[0]}'")
     assert_blocked(graph, "down", f"residual addition '{additions[1]}'")
     assert graph.units["up"].activation.name == "gelu"
-
-
-# What blocks a layer
 
 
 def test_a_layernorm_mixes_channels() -> None:
@@ -294,6 +288,28 @@ def test_channels_that_are_taken_apart_stay_as_they_are(pieces: Callable[[Tensor
     assert_blocked(trace(model, data(3, 4)), "up", "not known")
 
 
+def test_the_larger_of_two_layers_ties_them() -> None:
+    model = net(
+        lambda self, x: self.down(torch.max(F.relu(self.a(x)), F.relu(self.b(x)))),
+        a=nn.Linear(4, 6),
+        b=nn.Linear(4, 6),
+        down=nn.Linear(6, 2),
+    )
+    graph = trace(model, data(3, 4))
+    assert_blocked(graph, "a")
+    assert_blocked(graph, "b")
+
+
+def test_pooling_over_the_channels_blocks() -> None:
+    model = net(
+        lambda self, x: self.down(self.pool(F.relu(self.up(x)))),
+        up=nn.Linear(4, 6),
+        pool=nn.AvgPool2d(2),
+        down=nn.Linear(3, 2),
+    )
+    assert_blocked(trace(model, data(2, 5, 6, 4)), "up", "'pool'")
+
+
 def test_the_number_of_channels_as_a_factor_blocks() -> None:
     def scaled(self: nn.Module, h: Tensor) -> Tensor:
         h = F.relu(h)
@@ -399,9 +415,6 @@ def test_a_channel_shuffle_blocks() -> None:
     assert_blocked(trace(model, data(*IMAGES)), "conv", "rearranges its channels")
 
 
-# Forms of one operation
-
-
 FORMS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[[nn.Module, Tensor], Tensor], int, int]] = {
     # What is tested, the module form, columns of the head, repeat
     "module Flatten": (lambda s, h: s.flat(h), lambda s, h: h.flatten(1), 144, 36),
@@ -488,6 +501,30 @@ def test_functional_forms_are_followed_like_modules(form: str) -> None:
     assert_splits_keep_outputs(form_model(function, columns), data(*IMAGES))
 
 
+KEYWORDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "flatten": lambda s, h: torch.flatten(input=h, start_dim=1),
+    "unsqueeze": lambda s, h: h.flatten(1).unsqueeze(dim=1).mean(1),
+    "permute": lambda s, h: h.permute(dims=(0, 1, 3, 2)).flatten(1),
+    "transpose": lambda s, h: h.transpose(dim0=2, dim1=3).flatten(1),
+    "mean": lambda s, h: torch.mean(input=h.unsqueeze(-1), dim=-1).flatten(1),
+    "max_pool2d": lambda s, h: F.max_pool2d(input=h, kernel_size=1).flatten(1),
+    "cat": lambda s, h: torch.cat(tensors=[h[:0], h], dim=0).flatten(1),
+    "add": lambda s, h: torch.add(input=h, other=1.0).flatten(1),
+    "relu": lambda s, h: F.relu(input=h).flatten(1),
+}
+
+
+@pytest.mark.parametrize("which", KEYWORDS)
+def test_keyword_arguments_are_followed_or_block(which: str) -> None:
+    x = data(*IMAGES)
+    model = form_model(KEYWORDS[which], 144)
+    graph = trace(model, x)
+    if graph.units:
+        assert_splits_keep_outputs(model, x)
+    else:
+        assert_blocked(graph, "conv")
+
+
 @pytest.mark.parametrize(
     "act",
     [F.relu, torch.relu, lambda h: h.relu(), lambda h: F.relu(h, inplace=True), lambda h: h.relu_(), F.relu_],
@@ -567,9 +604,6 @@ def test_a_later_nonlinearity_is_left_out_and_named(which: str) -> None:
     assert len(graph.units["up"].left_out) == 1
     assert graph.units["up"].left_out[0] in row(graph, "up")
     assert_splits_keep_outputs(model, data(3, 4))
-
-
-# Layers of one's own
 
 
 class Swish2(nn.Module):
@@ -673,9 +707,6 @@ def test_a_scale_per_channel_that_is_not_registered_blocks() -> None:
 def test_only_modules_can_be_registered() -> None:
     with pytest.raises(TypeError, match="module_type"):
         register_layer(torch.relu)  # type: ignore[arg-type]
-
-
-# Behaviour of the call
 
 
 def test_control_flow_that_depends_on_data_is_an_error_that_says_where_and_what_to_do() -> None:
