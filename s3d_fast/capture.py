@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from s3d_fast import checks, ops
+from s3d_fast import checks, fx_calls, layers, ops
 from s3d_fast.activations import Activation, activation
 from s3d_fast.graph import Graph, Unit
 from s3d_fast.models.dgcnn import EdgeConv
 from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator, SumOperator
+from s3d_fast.undisturbed import undisturbed
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -65,22 +66,23 @@ def capture(
             names the batch and the unit.
     """
     chosen = _choose(graph, units)
-    _check_fresh(model, graph, chosen)
+    _check_fresh(model, graph)
     if dtype is not None:
         checks.is_choice("dtype", dtype, DTYPES)
     terms: dict[str, list[SplittingOperator]] = {unit.name: [] for unit in chosen}
     losses = []
-    recorder = _Recorder(model, graph, chosen)
-    with _undisturbed(model), torch.enable_grad():
+    taps = _Taps(graph.module, chosen)
+    with undisturbed(model), torch.enable_grad():
+        stand_in = _stand_in(model, taps)
         for index, batch in enumerate(tqdm(batches, desc="capture", unit="batch", disable=not progress)):
-            recorder.clear()
-            loss = _evaluate(loss_fn, recorder, batch, index)
+            taps.clear()
+            loss = _evaluate(loss_fn, stand_in, taps, batch, index)
             losses.append(float(loss.detach()))
-            gradients = _gradients(loss, recorder, chosen, index)
+            gradients = _gradients(loss, taps, chosen, index)
             for unit, g in zip(chosen, gradients, strict=True):
                 act = activation(unit.activation, sharpness=sharpness)
-                terms[unit.name].append(_operator(recorder, unit, act, g, dtype))
-    recorder.clear()
+                terms[unit.name].append(_operator(model, taps, unit, act, g, dtype))
+    taps.clear()
     if not losses:
         raise ValueError("batches must hold at least one batch, got none")
     weights = [1 / len(losses)] * len(losses)
@@ -89,37 +91,6 @@ def capture(
     )
     captured.loss = sum(losses) / len(losses)
     return captured
-
-
-class _Recorder(nn.Module):
-    """Stands in for the model: evaluates its traced graph and keeps what the splitting operators are made of."""
-
-    def __init__(self, model: nn.Module, graph: Graph, units: Sequence[Unit]) -> None:
-        super().__init__()
-        # In a tuple, so that it is not registered as a part of this module.
-        self._held = (model, graph.module, _Taps(graph.module, units))
-        self.calls = 0
-
-    @property
-    def taps(self) -> _Taps:
-        return self._held[2]
-
-    def clear(self) -> None:
-        self.taps.clear()
-        self.calls = 0
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        self.calls += 1
-        if keywords:
-            bound = inspect.signature(self._held[0].forward).bind(*arguments, **keywords)
-            bound.apply_defaults()
-            arguments = tuple(bound.arguments.values())
-        return self.taps.run(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_held", "calls"):
-            return super().__getattr__(name)
-        return getattr(self.__dict__["_held"][0], name)
 
 
 class _Taps(fx.Interpreter):
@@ -133,58 +104,67 @@ class _Taps(fx.Interpreter):
 
     def clear(self) -> None:
         self.env = {}
+        self.calls = 0
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}
         self.after: dict[str, Tensor] = {}
 
+    def run(self, *arguments: Any, **keywords: Any) -> Any:
+        self.calls += 1
+        return super().run(*arguments, **keywords)
+
     def run_node(self, n: fx.Node) -> Any:
-        producer, activation = self.producers.get(n.name), self.activations.get(n.name)
-        if producer is not None:
-            self.inputs[producer] = self.env[n.all_input_nodes[0]].detach()
-        if activation is not None and n.all_input_nodes:
+        unit, act_unit = self.producers.get(n.name), self.activations.get(n.name)
+        if unit is not None:
+            self.inputs[unit] = self.env[n.all_input_nodes[0]].detach()
+        elif act_unit is not None:
             source = n.all_input_nodes[0]
-            if producer is None:
-                if _is_inplace(n, self.submodules):
-                    self.env[source] = self.env[source].clone()
-                    self.before[activation] = self.env[source]
-                    self.env[source] = self.env[source].clone()
-                else:
-                    self.before[activation] = self.env[source]
+            self.before[act_unit] = self.env[source]
+            if fx_calls.is_inplace(n, self.submodules):
+                self.env[source] = self.env[source].clone()
         result = super().run_node(n)
-        if producer is not None:
+        if unit is not None:
+            # Where nothing before this layer requires a gradient, the units behind it still need one.
             result = result if result.requires_grad else result.detach().requires_grad_()
-            self.outputs[producer] = result
-        if activation is not None:
-            self.after[activation] = result
-            if any(_is_inplace(user, self.submodules) for user in n.users):
-                result = result.clone()
-        elif producer is not None and any(
-            _is_inplace(user, self.submodules) and user.name not in self.activations for user in n.users
-        ):
-            result = result.clone()
-        return result
+            self.outputs[unit] = result
+        if act_unit is not None:
+            self.after[act_unit] = result
+        own = unit is not None or act_unit is not None
+        return result.clone() if own and _may_change(n, self.submodules) else result
 
 
-def _is_inplace(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    if node.op == "call_module":
-        return bool(getattr(modules[str(node.target)], "inplace", False))
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv") or bool(node.kwargs.get("inplace"))
+def _may_change(node: fx.Node, modules: dict[str, nn.Module], except_for: str | None = None) -> bool:
+    """Return whether a later call may change the value of this node in place, directly or through a view of it."""
+    for user in node.users:
+        if user.name == except_for:
+            continue
+        if fx_calls.is_inplace(user, modules):
+            return True
+        is_view = (
+            isinstance(modules[str(user.target)], (nn.Flatten, nn.Identity, *layers.ELEMENTWISE))
+            if user.op == "call_module"
+            else fx_calls.name(user) in fx_calls.VIEWING
+        )
+        if is_view and _may_change(user, modules, except_for):
+            return True
+    return False
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode; afterwards restore its modes and the random state."""
-    modes = {module: module.training for module in model.modules()}
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"}, key=str)
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+def _stand_in(model: nn.Module, taps: _Taps) -> nn.Module:
+    """Return a shallow copy of the model, with all its parts, whose forward pass the taps evaluate."""
+    stand_in = copy.copy(model)
+    signature = inspect.signature(model.forward)
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        if keywords:
+            bound = signature.bind(*arguments, **keywords)
+            bound.apply_defaults()
+            arguments = tuple(bound.arguments.values())
+        return taps.run(*arguments)
+
+    stand_in.__dict__["forward"] = forward
+    return stand_in
 
 
 def _choose(graph: Graph, units: Sequence[str] | None) -> list[Unit]:
@@ -196,28 +176,23 @@ def _choose(graph: Graph, units: Sequence[str] | None) -> list[Unit]:
     return [graph.units[name] for name in dict.fromkeys(units)]
 
 
-def _check_fresh(model: nn.Module, graph: Graph, units: Sequence[Unit]) -> None:
-    for unit in units:
-        module = model.get_submodule(unit.name)
-        if module is not graph.module.get_submodule(unit.name):
-            raise ValueError(f"graph belongs to another model: its {unit.name!r} is not that of the model given")
-        if len(module.weight) != unit.width:  # type: ignore[arg-type]
-            raise ValueError(
-                f"graph is stale: {unit.name!r} had {unit.width} filters when it was traced and has "
-                f"{len(module.weight)} now; trace the model again"  # type: ignore[arg-type]
-            )
+def _check_fresh(model: nn.Module, graph: Graph) -> None:
+    graph.check(model)
+    for name in graph.layers:
+        if model.get_submodule(name) is not graph.module.get_submodule(name):
+            raise ValueError(f"graph belongs to another model: its {name!r} is not that of the model given")
 
 
-def _evaluate(loss_fn: Callable[[Any, Any], Tensor], recorder: _Recorder, batch: Any, index: int) -> Tensor:
+def _evaluate(loss_fn: Callable[[Any, Any], Tensor], model: nn.Module, taps: _Taps, batch: Any, index: int) -> Tensor:
     if _takes_model(loss_fn):
-        loss = loss_fn(recorder, batch)
+        loss = loss_fn(model, batch)
     else:
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             raise ValueError(f"batches: batch {index} must be a pair (input, target), got {type(batch).__name__}")
         inputs, target = batch
-        loss = loss_fn(recorder(*inputs) if isinstance(inputs, tuple) else recorder(inputs), target)
-    if recorder.calls != 1:
-        raise ValueError(f"loss_fn must call the model exactly once per batch, got {recorder.calls} calls")
+        loss = loss_fn(model(*inputs) if isinstance(inputs, tuple) else model(inputs), target)
+    if taps.calls != 1:
+        raise ValueError(f"loss_fn must call the model exactly once per batch, got {taps.calls} calls")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(f"loss_fn must return a scalar tensor, got {loss!r}")
     if not bool(torch.isfinite(loss)):
@@ -233,11 +208,11 @@ def _takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
     return first in ("model", "net", "network", "module")
 
 
-def _gradients(loss: Tensor, recorder: _Recorder, units: Sequence[Unit], index: int) -> list[Tensor]:
+def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> list[Tensor]:
     """Return dLoss/dh at the activation of every unit."""
     if not units:
         return []
-    ends = [recorder.taps.after[unit.name] for unit in units]
+    ends = [taps.after[unit.name] for unit in units]
     if not loss.requires_grad:
         raise ValueError(f"the loss of batch {index} does not depend on the model's units")
     gradients = torch.autograd.grad(loss, ends, retain_graph=True, allow_unused=True)
@@ -252,16 +227,16 @@ def _gradients(loss: Tensor, recorder: _Recorder, units: Sequence[Unit], index: 
 
 
 def _operator(
-    recorder: _Recorder, unit: Unit, act: Activation, g: Tensor, dtype: torch.dtype | None
+    model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor, dtype: torch.dtype | None
 ) -> SplittingOperator:
-    module = recorder._held[0].get_submodule(unit.name)
-    x = recorder.taps.inputs[unit.name]
+    module = model.get_submodule(unit.name)
+    x = taps.inputs[unit.name]
     kept = x.dtype if dtype is None else dtype
     try:
         if isinstance(module, EdgeConv):
             winner, C = _winners(module, x, g, act)
             return EdgeConvOperator(x.to(kept), winner, C.to(kept))
-        C = _coefficients(recorder, unit, act, g)
+        C = _coefficients(model, taps, unit, act, g)
         bias = module.bias is not None
         if isinstance(module, nn.Conv2d):
             return _conv_operator(module, x.to(kept), C.to(kept), bias)
@@ -270,22 +245,23 @@ def _operator(
         raise ValueError(f"unit {unit.name!r}: {error}") from error
 
 
-def _coefficients(recorder: _Recorder, unit: Unit, act: Activation, g: Tensor) -> Tensor:
-    """Return C = g act''(z) s^2, laid out like the layer's output.
+def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor) -> Tensor:
+    """Return C = g act''(z) s^2, laid out like the layer's output a.
 
-    What lies between the layer's output a and the activation's input z is linear: z = s a + t, perhaps transposed. Its
-    vector-Jacobian product takes g act''(z) back to the layout of a and multiplies it by s, once.
+    Every entry of the activation's input is z = s a + t of one entry of a: there may be a BatchNorm between them,
+    transposition, and a maximum over positions. The vector-Jacobian product from z to a brings g act''(z) s back to the
+    layout of a, and multiplies it by s once more.
     """
-    taps = recorder.taps
     a, z = taps.outputs[unit.name], taps.before[unit.name]
     curvature = g * act.second(z.detach())
+    if unit.norm is not None:
+        scale = _norm_scale(model.get_submodule(unit.norm))
+        entries = scale.repeat_interleave(z.shape[unit.activation_axis] // len(scale))
+        curvature = curvature * entries.reshape(-1, *[1] * (z.dim() - 1 - unit.activation_axis))
     if z is a:
         return curvature
     (C,) = torch.autograd.grad(z, a, curvature, retain_graph=True)
-    if unit.norm is None:
-        return C
-    scale = _norm_scale(recorder._held[0].get_submodule(unit.norm))
-    return C * (scale[:, None, None] if unit.kind == "conv" else scale)
+    return C
 
 
 def _norm_scale(norm: nn.Module) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from s3d_fast import layers
 from s3d_fast.graph import Graph, Layer
 from s3d_fast.models.dgcnn import EdgeConv
 
@@ -59,7 +60,7 @@ def layer_cost(graph: Graph, layer: Layer, widths: Mapping[str, int]) -> Cost:
     entries = graph.channels_of(layer.inputs, widths)
     out = widths.get(layer.name, layer.width)
     calls = layer.positions * layer.calls
-    bias = getattr(module, "bias", None) is not None
+    bias = layers.has_bias(module)
     if isinstance(module, EdgeConv):
         norm = 2 * out if module.norm.affine else 0
         # Two products over points, and the distances of the neighbour search between all pairs of points.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from s3d_fast.activations import Activation, activation, activation_names, is_activation
 
@@ -15,7 +15,7 @@ def _words(text: str) -> frozenset[str]:
 
 ELEMENTWISE = _words("dropout dropout2d feature_dropout contiguous clone to float double neg detach type_as")
 CURVED = _words("abs exp log sqrt square clamp hardtanh sin cos mish celu selu logsigmoid")
-ARITHMETIC = _words("add iadd sub isub mul imul truediv div pow rsub")
+ARITHMETIC = _words("add iadd sub isub mul imul truediv div pow rsub maximum minimum")
 REDUCING = _words("mean sum amax amin max min")
 SPATIAL = _words(
     "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d interpolate upsample pad boolean_dispatch"
@@ -23,6 +23,12 @@ SPATIAL = _words(
 RESHAPING = _words("flatten view reshape transpose permute squeeze unsqueeze swapaxes")
 CONCATENATING = _words("cat concat concatenate")
 MIXING = _words("softmax log_softmax layer_norm group_norm")
+# What may return its argument, or a view of it.
+VIEWING = RESHAPING | _words("dropout dropout2d contiguous to float double detach getitem chunk split unbind expand")
+# What may stand between a layer and its activation: every entry behind it is one entry before it, perhaps scaled.
+SELECTING = RESHAPING | _words("dropout dropout2d contiguous max_pool2d adaptive_max_pool2d boolean_dispatch")
+# What is known of a tensor without knowing how many channels it has.
+NOT_SIZES = _words("dim ndim dtype device is_cuda get_device requires_grad ndimension")
 
 
 def name(node: fx.Node) -> str:
@@ -30,7 +36,9 @@ def name(node: fx.Node) -> str:
     if node.op == "call_method":
         return str(node.target).strip("_")
     called = getattr(node.target, "__name__", str(node.target))
-    # F.max_pool2d and its kin are closures, all called fn, that choose between two functions.
+    if called == "getattr":
+        return str(node.args[1])
+    # F.max_pool2d and F.adaptive_max_pool2d are closures, both called fn, that choose between two functions.
     return "boolean_dispatch" if called == "fn" else called.strip("_")
 
 
@@ -42,9 +50,17 @@ def functional_activation(node: fx.Node) -> Activation | None:
         positional = names.get(name(node), ())
         options |= dict(zip(positional, node.args[1:], strict=False))
         return activation(node.target, **options)
-    if node.op == "call_method" and str(node.target).strip("_") in activation_names():
-        return activation(str(node.target).strip("_"), **options)
+    if node.op == "call_method" and name(node) in activation_names():
+        return activation(name(node), **options)
     return None
+
+
+def is_inplace(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Return whether a call changes its argument."""
+    if node.op == "call_module":
+        return bool(getattr(modules[str(node.target)], "inplace", False))
+    called = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return called.endswith("_") or called in ("iadd", "isub", "imul", "itruediv") or bool(node.kwargs.get("inplace"))
 
 
 def argument(node: fx.Node, index: int, keyword: str, default: Any) -> Any:
@@ -54,19 +70,32 @@ def argument(node: fx.Node, index: int, keyword: str, default: Any) -> Any:
     return node.args[index] if len(node.args) > index else default
 
 
+def operands(node: fx.Node) -> list[Any]:
+    """Return all arguments of a call, by position or keyword."""
+    return [*node.args, *node.kwargs.values()]
+
+
+def sizes(node: fx.Node) -> list[Any]:
+    """Return the axes or sizes that a reshaping call was given: one by one, as a tuple, or by keyword."""
+    given = [arg for key, arg in node.kwargs.items() if key != "input"]
+    given += node.args if "input" in node.kwargs else node.args[1:]
+    return [item for arg in given for item in (arg if isinstance(arg, (tuple, list)) else [arg])]
+
+
 def moved_axis(node: fx.Node, axis: int, shape: tuple[int, ...]) -> int | None:
     """Return where a permutation, squeeze or unsqueeze puts an axis; None if the operation is another one."""
     rank = len(shape)
     called = name(node)
-    given = [arg for arg in node.args[1:] if isinstance(arg, (int, tuple, list))]
-    dims = [int(dim) for arg in given for dim in ([arg] if isinstance(arg, int) else arg)]  # type: ignore[arg-type]
+    dims = sizes(node)
+    if called not in ("transpose", "swapaxes", "permute", "squeeze", "unsqueeze"):
+        return None
+    if not dims or not all(isinstance(dim, int) for dim in dims):
+        return None
     if called == "unsqueeze":
         return axis + (dims[0] % (rank + 1) <= axis)
     dims = [dim % rank for dim in dims]
-    if called in ("transpose", "swapaxes") and len(dims) == 2:
-        return {dims[0]: dims[1], dims[1]: dims[0]}.get(axis, axis)
     if called == "permute":
         return dims.index(axis)
-    if called == "squeeze" and dims and axis not in dims:
-        return axis - sum(1 for dim in dims if dim < axis and shape[dim] == 1)
-    return None
+    if called == "squeeze":
+        return None if axis in dims else axis - sum(1 for dim in dims if dim < axis and shape[dim] == 1)
+    return {dims[0]: dims[1], dims[1]: dims[0]}.get(axis, axis)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
 
+from s3d_fast import layers
 from s3d_fast.activations import Activation
 
 
@@ -49,6 +50,7 @@ class Unit:
     activation: Activation
     producer_node: str
     activation_node: str
+    activation_axis: int  # where the activation's input has its channels
     followers: tuple[str, ...] = ()
     consumers: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -104,3 +106,32 @@ class Graph:
         """Return the entries along a channel axis of the given layout, at the given widths of the units."""
         widths = widths or {}
         return sum(widths.get(segment.source or "", segment.channels) * segment.repeat for segment in inputs)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError unless the model's layers have the sizes that they had when the model was traced."""
+        for name, layer in self.layers.items():
+            try:
+                module = model.get_submodule(name)
+            except AttributeError:
+                raise ValueError(f"model has no layer {name!r}, which the traced one has") from None
+            entries = self.channels_of(layer.inputs)
+            for what, size, was in _sizes(module, layer, entries):
+                if size != was:
+                    raise ValueError(
+                        f"graph is stale or of another model: {name!r} had {was} {what} when it was traced and has "
+                        f"{size} now; trace the model again"
+                    )
+
+
+def _sizes(module: nn.Module, layer: Layer, entries: int) -> list[tuple[str, int, int]]:
+    """Return the sizes of a layer: what, how many it has, and how many it had."""
+    if layer.kind in ("conv", "linear", "edgeconv"):
+        return [
+            ("filters", layers.output_width(module), layer.width),
+            ("input channels", layers.input_width(module), entries),
+        ]
+    if isinstance(module, nn.Conv2d):
+        return [("channels", module.in_channels, entries)]
+    stored = {**module._parameters, **module._buffers}
+    tensors = (stored[name] for name in layers.per_channel_tensors(module))
+    return [("channels", len(tensor), entries) for tensor in tensors if tensor is not None]

@@ -8,17 +8,15 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from s3d_fast.activations import Activation, activation, is_activation
 from s3d_fast.models.dgcnn import EdgeConv
 
-# Modules that act on every entry alone, or on every channel alone without parameters, and that add no curvature.
-PASSING = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
+# Modules that act on every entry alone, in eval mode not at all.
+ELEMENTWISE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# Modules that act on every channel of a feature map alone, and add no curvature.
+SPATIAL = (
     nn.MaxPool2d,
     nn.AvgPool2d,
     nn.AdaptiveAvgPool2d,
@@ -28,6 +26,8 @@ PASSING = (
     nn.UpsamplingBilinear2d,
     nn.ZeroPad2d,
 )
+# Modules that may stand between a layer and its activation: every entry behind them is one entry before them.
+SELECTING = (*ELEMENTWISE, nn.Flatten, nn.MaxPool2d, nn.AdaptiveMaxPool2d)
 # Modules that mix channels, with the words that say so.
 MIXING = {nn.LayerNorm: "LayerNorm", nn.GroupNorm: "GroupNorm", nn.Softmax: "softmax", nn.LogSoftmax: "log_softmax"}
 
@@ -39,7 +39,7 @@ class CustomLayer:
     per_channel: tuple[str, ...]
     size_attributes: tuple[str, ...]
     activation: Callable[[Any], Activation] | None
-    smooth: bool
+    linear: bool
 
 
 _CUSTOM: dict[type[nn.Module], CustomLayer] = {}
@@ -119,8 +119,37 @@ def output_width(module: nn.Module) -> int:
     return int(module.out_channels if isinstance(module, nn.Conv2d) else module.out_features)  # type: ignore[arg-type]
 
 
+def input_width(module: nn.Module) -> int:
+    """Return the number of input channels of a producer, as its columns count them."""
+    return int(module.in_channels if isinstance(module, nn.Conv2d) else module.in_features)  # type: ignore[arg-type]
+
+
+def fan_in(module: nn.Module) -> int:
+    """Return D, the parameters of one filter of a producer with stored weights, its bias included."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight[0].numel() + has_bias(module)
+
+
+def has_bias(module: nn.Module) -> bool:
+    """Return whether a module has a bias; a bias that is computed is not evaluated to find out."""
+    return module._parameters.get("bias") is not None or is_parametrized(module, "bias")
+
+
+def is_stored(module: nn.Module, names: Sequence[str]) -> bool:
+    """Return whether these tensors of a module are plain parameters or buffers, where it has them at all."""
+    return not any(is_parametrized(module, name) for name in names) and all(
+        name in module._parameters or name in module._buffers or getattr(module, name, None) is None for name in names
+    )
+
+
+def per_channel_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the tensors that a follower of this kind has one slice per channel of."""
+    custom = custom_layer(module)
+    return ("weight", "bias", "running_mean", "running_var") if custom is None else custom.per_channel
+
+
 def per_channel_tensors(module: nn.Module) -> tuple[str, ...]:
     """Return the names of a follower's parameters and buffers that have one slice per channel."""
-    custom = custom_layer(module)
-    names = custom.per_channel if custom is not None else ("weight", "bias", "running_mean", "running_var")
-    return tuple(name for name in names if getattr(module, name, None) is not None)
+    stored = {**module._parameters, **module._buffers}
+    return tuple(name for name in per_channel_names(module) if stored.get(name) is not None)

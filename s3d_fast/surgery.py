@@ -46,12 +46,16 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
     """
     if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
-    modules = _check_model(model, plan.graph)
-    by_unit = _check_splits(plan, modules)
+    try:
+        plan.graph.check(model)
+    except ValueError as error:
+        raise ValueError(f"plan does not fit the model: {error}") from error
+    by_unit = _check_splits(plan)
     kinds = _check_optimizer(optimizer, model)
     if not by_unit:
         return
 
+    modules = {name: model.get_submodule(name) for name in plan.graph.layers}
     expansions = {name: _Expansion.of(splits, plan.graph.units[name].width) for name, splits in by_unit.items()}
     changes = [
         change
@@ -64,8 +68,8 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
         change.commit()
     if optimizer is not None:
         _commit_state(optimizer, changes, carried)
-    for name in plan.graph.layers:
-        _resize(modules[name])
+    for module in {id(change.module): change.module for change in changes}.values():
+        _resize(module)
 
 
 @dataclass
@@ -165,7 +169,7 @@ def _layer_changes(
                 for tensor in layers.per_channel_tensors(module.norm)
             ]
     changes.append(_weight_change(module, own, columns, column_weight, eps))
-    if own is not None and getattr(module, "bias", None) is not None:
+    if own is not None and layers.has_bias(module):
         changes.append(_channel_change(module, "bias", own.index, own.weight, eps * own.delta[:, -1]))
     return changes
 
@@ -260,7 +264,6 @@ def _resize(module: nn.Module) -> None:
             module.out_channels, module.in_channels = len(weight), weight.shape[1] * module.groups
     elif isinstance(module, EdgeConv):
         module.out_features, module.in_features = len(module.weight), module.weight.shape[1] // 2
-        module.norm.num_features = len(module.weight)
     elif isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif layers.is_batchnorm(module):
@@ -271,23 +274,7 @@ def _resize(module: nn.Module) -> None:
             setattr(module, name, len(getattr(module, custom.per_channel[0])))
 
 
-def _check_model(model: nn.Module, graph: Graph) -> dict[str, nn.Module]:
-    modules = {}
-    for name, layer in graph.layers.items():
-        try:
-            module = model.get_submodule(name)
-        except AttributeError:
-            raise ValueError(f"model has no layer {name!r}, which the plan's graph has") from None
-        if layer.kind in ("conv", "linear", "edgeconv") and len(module.weight) != layer.width:  # type: ignore[arg-type]
-            raise ValueError(
-                f"plan does not fit the model: {name!r} had {layer.width} filters when the model was traced and has "
-                f"{len(module.weight)} now; trace again and make a new plan"  # type: ignore[arg-type]
-            )
-        modules[name] = module
-    return modules
-
-
-def _check_splits(plan: SplitPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[NeuronSplit]]:
+def _check_splits(plan: SplitPlan) -> dict[str, list[NeuronSplit]]:
     seen = set()
     for split in plan.splits:
         unit = plan.graph.units.get(split.unit)

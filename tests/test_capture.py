@@ -280,7 +280,7 @@ def test_a_loss_function_may_use_attributes_of_the_model() -> None:
     captured = capture(model, loss, batches[:1], graph)
     x, target = batches[0]
     penalty = 0.1 * model.layers[0].weight.square().sum()
-    assert captured.loss == pytest.approx(float(squared_error(model(x), target) + penalty), rel=1e-13)
+    assert captured.loss == pytest.approx((squared_error(model(x), target) + penalty).item(), rel=1e-13)
 
 
 def test_a_penalty_over_all_parameters_is_part_of_the_loss() -> None:

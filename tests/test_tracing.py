@@ -285,7 +285,7 @@ def test_channels_that_are_taken_apart_stay_as_they_are(pieces: Callable[[Tensor
         return self.down(h) + (parts[0] * parts[1]).sum(-1, keepdim=True)
 
     model = net(forward, up=nn.Linear(4, 6), down=nn.Linear(6, 2))
-    assert_blocked(trace(model, data(3, 4)), "up", "not known")
+    assert_blocked(trace(model, data(3, 4)), "up", "takes its channels apart")
 
 
 def test_the_larger_of_two_layers_ties_them() -> None:

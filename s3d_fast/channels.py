@@ -1,0 +1,444 @@
+"""Following channels through a traced graph, from the layers that make them to the layers that read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from torch import fx, nn
+
+from s3d_fast import fx_calls, layers
+from s3d_fast.activations import Activation
+from s3d_fast.graph import Graph, Layer, Layout, Segment, Unit
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor whose axis `axis` holds channels laid out as `layout`."""
+
+    layout: Layout
+    axis: int
+
+    def sources(self) -> list[str]:
+        return [segment.source for segment in self.layout if segment.source is not None]
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A number, or a shape, that depends on how many channels the sources have; `axis` is theirs in a shape."""
+
+    sources: frozenset[str]
+    axis: int | None
+    rank: int
+
+
+@dataclass
+class _Draft:
+    """A producer while the analysis runs."""
+
+    name: str
+    node: fx.Node
+    kind: str
+    reason: str | None = None
+    no_activation: str | None = None
+    followers: list[str] = field(default_factory=list)
+    consumers: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+class ChannelAnalysis:
+    """Follows channel layouts through a traced graph, node by node; every node must have its shape in `meta`."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.modules = dict(module.named_modules())
+        self.values: dict[fx.Node, _Value] = {}
+        self.sizes: dict[fx.Node, _Size] = {}
+        self.drafts: dict[str, _Draft] = {}
+        self.layers: dict[str, Layer] = {}
+        self.activations: dict[str, tuple[Activation, fx.Node, str | None]] = {}
+        self.own_activation: dict[fx.Node, str] = {}
+        self.calls: dict[str, int] = {}
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                self.calls[node.target] = self.calls.get(node.target, 0) + 1
+        self.entangled = self._entangled()
+
+    def run(self) -> Graph:
+        """Return the graph: every layer that holds channels, and the units among them."""
+        for node in self.module.graph.nodes:
+            if node.op == "call_module":
+                self._block_sizes(node)
+                self._module(node, self.modules[node.target])
+            elif node.op in ("call_function", "call_method"):
+                self._function(node)
+            elif node.op == "output":
+                self._block_inputs(node, "it is the model's output")
+                self._block_sizes(node)
+        units = {}
+        for name, draft in self.drafts.items():
+            # Channels that must not change are the better reason; what S would be comes second.
+            draft.reason = draft.reason or draft.no_activation
+            if draft.reason is None and not draft.consumers:
+                draft.reason = "nothing consumes it"
+            if draft.reason is None:
+                units[name] = self._unit(draft)
+            else:
+                self.layers[name] = replace(self.layers[name], reason=draft.reason)
+        return Graph(self.module, units, self.layers)
+
+    def _unit(self, draft: _Draft) -> Unit:
+        act, act_node, norm = self.activations[draft.name]
+        before = self.values[draft.node if draft.kind == "edgeconv" else act_node.all_input_nodes[0]]
+        return Unit(
+            name=draft.name,
+            kind=draft.kind,
+            width=self.layers[draft.name].width,
+            fan_in=layers.fan_in(self.modules[draft.name]),
+            norm=norm,
+            activation=act,
+            producer_node=draft.node.name,
+            activation_node=act_node.name,
+            activation_axis=before.axis,
+            followers=tuple(dict.fromkeys(draft.followers)),
+            consumers=tuple(dict.fromkeys(draft.consumers)),
+            left_out=tuple(dict.fromkeys(draft.left_out)),
+        )
+
+    def _module(self, node: fx.Node, module: nn.Module) -> None:
+        name = str(node.target)
+        kind = layers.producer_kind(module)
+        value = self._input(node)
+        axis_is_1 = value is None or value.axis == 1
+        custom = layers.custom_layer(module)
+        if kind is not None:
+            self._producer(node, name, module, kind)
+        elif isinstance(module, nn.Conv2d) and layers.is_depthwise(module) and axis_is_1:
+            self._follower(node, name, "depthwise", module.out_channels // module.in_channels)
+        elif layers.is_batchnorm(module) and axis_is_1:
+            self._follower(node, name, "batchnorm")
+        elif custom is not None and custom.per_channel:
+            self._follower(node, name, "custom", curved=not custom.linear)
+        elif custom is not None:
+            self._pass(node, curved=None if custom.linear else name)
+        elif layers.activation_of(module) is not None:
+            self._pass(node, curved=name)
+        elif isinstance(module, layers.ELEMENTWISE):
+            self._pass(node)
+        elif isinstance(module, layers.SPATIAL):
+            self._spatial(node)
+        elif isinstance(module, nn.Flatten):
+            self._reshape(node, "flatten")
+        else:
+            mixing = next((word for type_, word in layers.MIXING.items() if isinstance(module, type_)), None)
+            if mixing is not None:
+                self._block_inputs(node, f"{mixing} '{name}' mixes its channels")
+            else:
+                self._block_inputs(node, f"{type(module).__name__} '{name}' is not a layer that splits know")
+
+    def _producer(self, node: fx.Node, name: str, module: nn.Module, kind: str) -> None:
+        value = self._input(node)
+        shape = node.meta["shape"]
+        width = layers.output_width(module)
+        layout: Layout = (Segment(None, layers.input_width(module)),) if value is None else value.layout
+        self.layers[name] = Layer(name, kind, width, layout, prod(shape[1:]) // width, self.calls[name])
+        draft = self.drafts.setdefault(name, _Draft(name, node, kind))
+        draft.reason = draft.reason or self._unsplittable(name, module)
+        if value is not None:
+            self._block(value, self._unreadable(name, module, kind, value, node))
+            for source in value.sources():
+                self.drafts[source].consumers.append(name)
+        self.values[node] = _Value((Segment(name, width),), 1 if kind == "conv" else len(shape) - 1)
+        if draft.reason is None:
+            found = self._find_activation(node, module, kind)
+            if isinstance(found, str):
+                draft.no_activation = found
+            else:
+                self.activations[name] = found
+                self.own_activation[found[1]] = name
+
+    def _unsplittable(self, name: str, module: nn.Module) -> str | None:
+        """Return why the layer's own filters cannot be split, or None."""
+        if isinstance(module, nn.Conv2d) and module.groups > 1:
+            return "it is a grouped convolution"
+        if self.calls[name] > 1:
+            return f"it is called {self.calls[name]} times"
+        if name in self.entangled:
+            return f"it {self.entangled[name]}"
+        if not layers.is_stored(module, ("weight", "bias")):
+            return "its weight is computed, not stored (a parametrization?)"
+        return None
+
+    def _unreadable(self, name: str, module: nn.Module, kind: str, value: _Value, node: fx.Node) -> str | None:
+        """Return why the layer's columns cannot be split, or None."""
+        rank = len(node.all_input_nodes[0].meta["shape"])
+        if value.axis != (1 if kind == "conv" else rank - 1):
+            return f"'{name}' reads another axis than its channels"
+        if isinstance(module, nn.Conv2d) and module.groups > 1:
+            return f"it feeds the grouped convolution '{name}'"
+        if self.calls[name] > 1:
+            return f"its consumer '{name}' is called {self.calls[name]} times"
+        if name in self.entangled:
+            return f"its consumer '{name}' {self.entangled[name]}"
+        if not layers.is_stored(module, ("weight",)):
+            return f"the weight of its consumer '{name}' is computed, not stored"
+        return None
+
+    def _find_activation(
+        self, node: fx.Node, module: nn.Module, kind: str
+    ) -> tuple[Activation, fx.Node, str | None] | str:
+        """Return the activation of a producer, its node and the BatchNorm before it; or why there is none."""
+        if kind == "edgeconv":
+            act = layers.activation_of(module.activation)  # type: ignore[arg-type]
+            if act is None:
+                return f"its activation {type(module.activation).__name__} is not known"
+            return act, node, None
+        norm: str | None = None
+        while True:
+            users = list(node.users)
+            if len(users) != 1:
+                return "its output is used in more than one place before an activation"
+            (node,) = users
+            if node.op == "call_module":
+                following = self.modules[str(node.target)]
+                act = layers.activation_of(following)
+                if act is not None and act.name != "identity":
+                    return act, node, norm
+                if layers.is_batchnorm(following) and norm is None:
+                    norm = str(node.target)
+                    continue
+                if act is not None or isinstance(following, layers.SELECTING):
+                    continue
+            elif node.op in ("call_function", "call_method"):
+                act = fx_calls.functional_activation(node)
+                if act is not None:
+                    return act, node, norm
+                if fx_calls.name(node) in fx_calls.SELECTING:
+                    continue
+            return f"no activation follows it: '{node.name}' comes first"
+
+    def _follower(self, node: fx.Node, name: str, kind: str, multiplier: int = 1, curved: bool = False) -> None:
+        """Note a layer that treats every channel alone, with parameters or statistics for each."""
+        value, shape = self._input(node), node.meta["shape"]
+        if value is None:
+            width = shape[1] if len(shape) > 1 else 1
+            self.layers[name] = Layer(name, kind, width // multiplier, (Segment(None, width // multiplier),), 1, 1)
+            return
+        module = self.modules[name]
+        if self.calls[name] > 1:
+            self._block(value, f"'{name}', which follows it, is called {self.calls[name]} times")
+        if name in self.entangled:
+            self._block(value, f"'{name}', which follows it, {self.entangled[name]}")
+        if not layers.is_stored(module, layers.per_channel_names(module)):
+            self._block(value, f"the parameters of '{name}', which follows it, are computed, not stored")
+        positions = prod(shape[1:]) // shape[value.axis]
+        channels = shape[value.axis] // multiplier
+        self.layers[name] = Layer(name, kind, channels, value.layout, positions, self.calls[name])
+        for source in value.sources():
+            self.drafts[source].followers.append(name)
+        layout = tuple(replace(segment, repeat=segment.repeat * multiplier) for segment in value.layout)
+        self.values[node] = replace(value, layout=layout)
+        if curved:
+            self._leave_out(node, value, name)
+
+    def _function(self, node: fx.Node) -> None:
+        name = fx_calls.name(node)
+        if "shape" not in node.meta:
+            if not node.meta.get("holds_tensors"):
+                self._number(node, name)
+            elif name in ("max", "min") and self._input(node) is not None:
+                # The pair that max(x, dim) returns.
+                self._reduce(node, name)
+            else:
+                self._block_inputs(node, f"'{node.name}' ({name}) takes its channels apart")
+            return
+        if name not in fx_calls.RESHAPING:
+            self._block_sizes(node)
+        inputs = self._inputs(node)
+        if not inputs:
+            return
+        if fx_calls.functional_activation(node) is not None or name in fx_calls.CURVED:
+            self._pass(node, curved=node.name)
+        elif name in fx_calls.ELEMENTWISE:
+            self._pass(node)
+        elif name in fx_calls.ARITHMETIC:
+            self._arithmetic(node, name)
+        elif name in fx_calls.CONCATENATING:
+            self._concatenate(node)
+        elif name in fx_calls.REDUCING:
+            self._reduce(node, name)
+        elif name in fx_calls.SPATIAL:
+            self._spatial(node)
+        elif name in fx_calls.RESHAPING:
+            self._reshape(node, name)
+        elif name == "getitem" and node.args[1] == 0 and fx_calls.name(node.all_input_nodes[0]) in ("max", "min"):
+            self.values[node] = inputs[0]
+        elif name in fx_calls.MIXING:
+            self._block_inputs(node, f"{name} '{node.name}' mixes its channels")
+        else:
+            self._block_inputs(node, f"the operation '{name}' is not known")
+
+    def _number(self, node: fx.Node, name: str) -> None:
+        """Follow a size: a number that depends on the number of channels may shape tensors, and nothing else."""
+        if name in fx_calls.NOT_SIZES:
+            return
+        for source in node.all_input_nodes:
+            size = self.sizes.get(source)
+            if source in self.values:
+                value, rank = self.values[source], len(source.meta["shape"])
+                size = _Size(frozenset(value.sources()), value.axis if name in ("size", "shape") else None, rank)
+            index = node.args[1] if len(node.args) > 1 and name in ("size", "getitem") else None
+            if size is not None and size.axis is not None and isinstance(index, int):
+                if index % size.rank != size.axis:
+                    continue
+                size = replace(size, axis=None)
+            if size is not None:
+                self.sizes[node] = size
+
+    def _arithmetic(self, node: fx.Node, name: str) -> None:
+        """Follow x + 1 and the like; two tensors of channels that meet are tied to one another."""
+        tensors = [arg for arg in fx_calls.operands(node) if isinstance(arg, fx.Node) and "shape" in arg.meta]
+        holder = next(arg for arg in tensors if arg in self.values)
+        value = self.values[holder]
+        axis = value.axis - len(holder.meta["shape"])
+        for other in tensors:
+            # A tensor that treats all channels alike is as good as a number.
+            alike = len(other.meta["shape"]) < -axis or other.meta["shape"][axis] == 1
+            if other is not holder and (other in self.values or not alike):
+                what = "residual addition" if name in ("add", "iadd") else f"operation {name}"
+                self._block_inputs(node, f"the {what} '{node.name}' ties its channels to those of another tensor")
+                return
+        linear = name in ("add", "iadd", "sub", "isub", "rsub")
+        linear |= name in ("mul", "imul") and tensors.count(holder) == 1
+        linear |= name in ("truediv", "div") and tensors.count(holder) == 1 and fx_calls.operands(node)[0] is holder
+        if len(node.meta["shape"]) != len(holder.meta["shape"]):
+            value = replace(value, axis=axis + len(node.meta["shape"]))
+        self.values[node] = value
+        if not linear:
+            self._leave_out(node, value, node.name)
+
+    def _concatenate(self, node: fx.Node) -> None:
+        parts = fx_calls.argument(node, 0, "tensors", ())
+        dim = fx_calls.argument(node, 1, "dim", 0) % len(node.meta["shape"])
+        if any(self.values[part].axis != dim for part in parts if part in self.values):
+            self._block_inputs(node, f"'{node.name}' concatenates along another axis than its channels")
+            return
+        layout: list[Segment] = []
+        for part in parts:
+            layout += self.values[part].layout if part in self.values else [Segment(None, part.meta["shape"][dim])]
+        self.values[node] = _Value(tuple(layout), dim)
+
+    def _reduce(self, node: fx.Node, name: str) -> None:
+        """Follow a mean, a maximum or a sum over other axes than the channels."""
+        value = self._inputs(node)[0]
+        rank = len(node.all_input_nodes[0].meta["shape"])
+        dims = fx_calls.argument(node, 1, "dim", None)
+        if isinstance(dims, fx.Node):
+            self._arithmetic(node, name)
+            return
+        if dims is None:
+            self._block_inputs(node, f"'{node.name}' takes the {name} over all axes")
+            return
+        dims = [dim % rank for dim in ([dims] if isinstance(dims, int) else dims)]
+        if value.axis in dims:
+            self._block_inputs(node, f"'{node.name}' takes the {name} over its channels")
+            return
+        keep = fx_calls.argument(node, 2, "keepdim", False)
+        axis = value.axis if keep else value.axis - sum(dim < value.axis for dim in dims)
+        self.values[node] = replace(value, axis=axis)
+
+    def _spatial(self, node: fx.Node) -> None:
+        """Follow pooling, padding and resizing of feature maps."""
+        value = self._input(node)
+        if value is None:
+            return
+        before, after = node.all_input_nodes[0].meta["shape"], node.meta["shape"]
+        if value.axis != 1 or len(before) != 4 or len(after) != 4 or before[1] != after[1]:
+            self._block(value, f"'{node.name}' does not keep its channels apart")
+        else:
+            self._pass(node)
+
+    def _reshape(self, node: fx.Node, name: str) -> None:
+        value = self._input(node)
+        if value is None:
+            return
+        before, after, axis = node.all_input_nodes[0].meta["shape"], node.meta["shape"], value.axis
+        moved = fx_calls.moved_axis(node, axis, before) if node.op != "call_module" else None
+        if moved is not None:
+            self.values[node] = replace(value, axis=moved)
+            return
+        behind = len(before) - axis
+        repeat = 1
+        if name not in ("flatten", "view", "reshape"):
+            target = None
+        elif after[: axis + 1] == before[: axis + 1]:
+            # Only what lies behind the channels is rearranged.
+            target = axis
+        elif len(after) >= behind and after[len(after) - behind :] == before[axis:]:
+            # Only what lies before them.
+            target = len(after) - behind
+        elif after[:axis] == before[:axis] and len(after) == axis + 1:
+            # Everything behind them is flattened: every channel becomes `repeat` neighbouring entries.
+            target, repeat = axis, prod(before[axis + 1 :])
+        else:
+            target = None
+        if target is None:
+            self._block(value, f"'{node.name}' ({name}) rearranges its channels")
+            return
+        wanted = fx_calls.sizes(node) if name in ("view", "reshape") else []
+        if len(wanted) == len(after) and isinstance(wanted[target], int) and wanted[target] != -1:
+            self._block(value, f"'{node.name}' reshapes its channels to a size that is written into the code")
+            return
+        layout = tuple(replace(segment, repeat=segment.repeat * repeat) for segment in value.layout)
+        self.values[node] = _Value(layout, target)
+
+    def _pass(self, node: fx.Node, curved: str | None = None) -> None:
+        """Let the channels pass unchanged; `curved` names a nonlinear operation."""
+        value = self._input(node)
+        if value is None:
+            return
+        self.values[node] = value
+        if curved is not None:
+            self._leave_out(node, value, curved)
+
+    def _leave_out(self, node: fx.Node, value: _Value, name: str) -> None:
+        for source in value.sources():
+            if self.own_activation.get(node) != source:
+                self.drafts[source].left_out.append(name)
+
+    def _block(self, value: _Value, reason: str | None) -> None:
+        for source in value.sources():
+            self.drafts[source].reason = self.drafts[source].reason or reason
+
+    def _block_inputs(self, node: fx.Node, reason: str) -> None:
+        for value in self._inputs(node):
+            self._block(value, reason)
+
+    def _block_sizes(self, node: fx.Node) -> None:
+        for size in (self.sizes[arg] for arg in node.all_input_nodes if arg in self.sizes):
+            for source in size.sources:
+                draft = self.drafts[source]
+                draft.reason = draft.reason or f"its number of channels enters '{node.name}' as a number"
+
+    def _inputs(self, node: fx.Node) -> list[_Value]:
+        return [self.values[arg] for arg in node.all_input_nodes if arg in self.values]
+
+    def _input(self, node: fx.Node) -> _Value | None:
+        inputs = self._inputs(node)
+        return inputs[0] if inputs else None
+
+    def _entangled(self) -> dict[str, str]:
+        """Return the modules whose parameters are used elsewhere too, with the words that say so."""
+        owners: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                other = owners.setdefault(id(parameter), name)
+                if other != name:
+                    found[name], found[other] = f"shares its weight with '{other}'", f"shares its weight with '{name}'"
+        for node in self.module.graph.nodes:
+            if node.op == "get_attr":
+                owner = str(node.target).rpartition(".")[0]
+                if owner in self.calls:
+                    found.setdefault(owner, f"has its '{node.target}' used directly besides")
+        return found
