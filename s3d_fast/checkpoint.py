@@ -14,6 +14,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from s3d_fast import layers
+from s3d_fast.models.dgcnn import EdgeConv
 
 FORMAT = "s3d_fast grown network 1"
 # The attributes of modules that say how many channels they have; nothing else is set from a file.
@@ -52,19 +53,21 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
             f"the file does not belong to this model: it lacks {missing[:3] or 'nothing'} and has "
             f"{extra[:3] or 'nothing'} besides"
         )
-    for name, tensor in tensors.items():
-        if tensor.dim() != state[name].dim():
-            raise ValueError(
-                f"{name!r} must have {state[name].dim()} dimensions, got {tuple(tensor.shape)} in the file"
-            )
+    modules = dict(model.named_modules(remove_duplicate=False))
     sizes = record.get("sizes", {})
-    modules = dict(model.named_modules())
+    if not isinstance(sizes, dict) or not all(isinstance(attributes, dict) for attributes in sizes.values()):
+        raise ValueError("the file's sizes must be a mapping of layers to their sizes")
     for name, attributes in sizes.items():
         if name not in modules:
             raise ValueError(f"the file has sizes for {name!r}, which the model does not have")
         for attribute, value in attributes.items():
-            if attribute not in _size_attributes(modules[name]) or not isinstance(value, int) or value < 1:
+            if attribute not in _size_attributes(modules[name]) or type(value) is not int or value < 1:
                 raise ValueError(f"the file has a bad size for {name!r}: {attribute} = {value!r}")
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        wanted = _wanted_shape(modules[owner], attribute, sizes.get(owner, {}), state[name], tensors, owner)
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(f"{name!r} must have shape {wanted} in this model, got {tuple(tensor.shape)} in the file")
 
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
@@ -80,6 +83,39 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
     for name, attributes in sizes.items():
         for attribute, value in attributes.items():
             setattr(modules[name], attribute, value)
+
+
+def _wanted_shape(
+    module: nn.Module,
+    attribute: str,
+    sizes: Mapping[str, int],
+    now: Tensor,
+    tensors: Mapping[str, Tensor],
+    owner: str,
+) -> tuple[int, ...]:
+    """Return the shape that a tensor of a module must have if the module has the sizes of the file."""
+
+    def size(name: str) -> int:
+        return sizes.get(name, getattr(module, name))
+
+    if isinstance(module, EdgeConv):
+        inputs = size("in_features")
+        return {"weight": (size("out_features"), 2 * inputs), "metric": (inputs,)}.get(attribute, tuple(now.shape))
+    if isinstance(module, nn.Conv2d):
+        weight = (size("out_channels"), size("in_channels") // size("groups"), *module.kernel_size)
+        return weight if attribute == "weight" else (size("out_channels"),)
+    if isinstance(module, nn.Linear):
+        outputs = size("out_features")
+        return (outputs, size("in_features")) if attribute == "weight" else (outputs,)
+    if layers.is_batchnorm(module):
+        return tuple(now.shape) if now.dim() == 0 else (size("num_features"),)
+    custom = layers.custom_layer(module)
+    if custom is not None and attribute in custom.per_channel:
+        # Such a module may have no size attribute: its tensors need to agree with one another.
+        first = tensors[f"{owner}.{custom.per_channel[0]}" if owner else custom.per_channel[0]]
+        channels = {size(name) for name in custom.size_attributes} or {len(first)}
+        return (min(channels), *now.shape[1:]) if len(channels) == 1 else tuple(now.shape)
+    return tuple(now.shape)
 
 
 def optimizer_tensors(
@@ -137,6 +173,12 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], record: M
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    # The name of the file is on disk only when its folder is.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -153,13 +195,19 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         raise ValueError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{os.fspath(path)} must be a {FORMAT!r}, got {metadata.get('format')!r}")
-    return tensors, json.loads(metadata["record"])
+    try:
+        record = json.loads(metadata.get("record", "null"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} has a record that is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{os.fspath(path)} must have a record that is a mapping, got {type(record).__name__}")
+    return tensors, record
 
 
 def layer_sizes(model: nn.Module) -> dict[str, dict[str, int]]:
     """Return the size attributes of every module that has any."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         sizes = {a: getattr(module, a) for a in _size_attributes(module) if isinstance(getattr(module, a, None), int)}
         if sizes:
             found[name] = sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import time
@@ -20,7 +21,7 @@ from s3d_fast import checkpoint, checks, costs
 from s3d_fast.capture import capture
 from s3d_fast.selection import select
 from s3d_fast.solvers import extremal_eigenpairs
-from s3d_fast.surgery import apply_splits
+from s3d_fast.surgery import apply_splits, check_optimizer
 from s3d_fast.tracing import trace
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, int], object]
@@ -62,6 +63,11 @@ class Phase:
     matvecs: int = 0
     memory: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the phase has ended with a split, or has found nothing to split."""
+        return "select" in self.seconds
 
 
 class Grower:
@@ -131,6 +137,11 @@ class Grower:
                 raise ValueError(f"units: {name!r} is not a unit of the model, which has {', '.join(graph.units)}")
         self.make_optimizer = optimizer
         self.optimizer = optimizer(model.parameters())
+        check_optimizer(self.optimizer, model)
+        for function, given in ((select, self.selection), (extremal_eigenpairs, self.solver)):
+            inspect.signature(function).bind_partial(**given)
+        if "generator" in self.solver:
+            raise ValueError("solver: a generator has a state that a resumed run would not have; leave it out")
         self._first_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def run(self, resume: bool = False) -> list[Phase]:
@@ -153,6 +164,9 @@ class Grower:
         elif resume:
             raise ValueError("resume needs the folder of the run; give out")
         with tqdm(total=self.phases, initial=len(self.history), unit="phase", disable=not self.progress) as bar:
+            if self.history and len(self.history) < self.phases and not self.history[-1].is_split:
+                # A finished run goes on for more phases: its last one was not split yet.
+                self._split(self.history[-1])
             while len(self.history) < self.phases and self.stopped is None:
                 phase = self._phase(len(self.history))
                 self.history.append(phase)
@@ -162,7 +176,7 @@ class Grower:
 
     def _phase(self, index: int) -> Phase:
         """Train, and split unless this is the last phase."""
-        self._seed(index)
+        self._seed(index, 0)
         for group, rate in zip(self.optimizer.param_groups, self._first_rates, strict=True):
             group["lr"] = rate
         graph = trace(self.model, self.example_input)
@@ -180,6 +194,8 @@ class Grower:
         return phase
 
     def _split(self, phase: Phase) -> None:
+        # A state of its own, so that a split that comes later, in a resumed run, is the same.
+        self._seed(phase.index, 1)
         graph = trace(self.model, self.example_input)
         batches = list(self.batches(phase.index) if callable(self.batches) else self.batches)
         with self._timed(phase, "capture"):
@@ -205,8 +221,8 @@ class Grower:
         after = trace(self.model, self.example_input)
         phase.split_loss = capture(self.model, self.loss_fn, batches, after, units=()).loss
 
-    def _seed(self, index: int) -> None:
-        state = np.random.SeedSequence([self.seed, index]).generate_state(1)[0]
+    def _seed(self, index: int, half: int) -> None:
+        state = np.random.SeedSequence([self.seed, index, half]).generate_state(1)[0]
         torch.manual_seed(int(state))
         random.seed(int(state))
         np.random.seed(int(state))  # noqa: NPY002 - users' augmentation may draw from it
@@ -219,8 +235,16 @@ class Grower:
 
     def _settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run it continues."""
-        plain = json.loads(json.dumps({"selection": self.selection, "solver": self.solver}, default=repr))
-        return {**plain, "eps": self.eps, "seed": self.seed, "units": None if self.units is None else list(self.units)}
+        settings = {
+            "selection": self.selection,
+            "solver": self.solver,
+            "eps": self.eps,
+            "seed": self.seed,
+            "units": self.units,
+            "optimizer": type(self.optimizer).__name__,
+        }
+        # A function is known by its name: its address changes from run to run.
+        return json.loads(json.dumps(settings, default=lambda value: getattr(value, "__qualname__", str(type(value)))))
 
     def _checkpoints(self) -> list[Path]:
         assert self.out is not None
@@ -229,8 +253,9 @@ class Grower:
     def _clear_leftovers(self) -> None:
         """Remove what a process that was killed while it wrote has left behind."""
         assert self.out is not None
-        for path in self.out.glob(".*.tmp"):
-            path.unlink(missing_ok=True)
+        for kind in ("phase", "network"):
+            for path in self.out.glob(f".{kind}-*.safetensors.*.tmp"):
+                path.unlink(missing_ok=True)
 
     def _save(self, phase: Phase) -> None:
         if self.out is None:

@@ -51,7 +51,7 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
     except ValueError as error:
         raise ValueError(f"plan does not fit the model: {error}") from error
     by_unit = _check_splits(plan)
-    kinds = _check_optimizer(optimizer, model)
+    kinds = check_optimizer(optimizer, model)
     if not by_unit:
         return
 
@@ -298,7 +298,8 @@ def _check_splits(plan: SplitPlan) -> dict[str, list[NeuronSplit]]:
     return plan.by_unit()
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> Mapping[str, int]:
+def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> Mapping[str, int]:
+    """Return how the optimizer's state scales; raise if its kind is not known, or if it is of another model."""
     if optimizer is None:
         return {}
     if type(optimizer) not in OPTIMIZER_STATE:

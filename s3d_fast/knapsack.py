@@ -1,0 +1,151 @@
+"""The selection programme: which candidates gain the most within a budget, solved by scipy's HiGHS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array
+
+# Branch-and-bound nodes at the most: unlike a time limit, the same on every machine and in every run.
+NODE_LIMIT = 20_000
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """Choose candidates with the most negative sum of gains, one per neuron at most, within a budget.
+
+    If unit u grows by G_u filters, the cost is  sum_u price[u] G_u + sum_(u,v) cross[u, v] G_u G_v :  the weights
+    between two units that both grow are products of their widths.
+    """
+
+    gain: np.ndarray  # (n,), negative
+    neuron: np.ndarray  # (n,), which neuron a candidate splits: 0, 1, ...
+    unit: np.ndarray  # (n,), which unit that neuron belongs to
+    extra: np.ndarray  # (n,), the filters that it adds
+    price: np.ndarray  # (units,)
+    cross: Mapping[tuple[int, int], float]
+    cap: np.ndarray  # (units,), filters that a unit may grow by; may be infinite
+
+    def cost(self, chosen: np.ndarray) -> float:
+        """Return the cost of a choice."""
+        growth = np.bincount(self.unit[chosen], self.extra[chosen], minlength=len(self.price))
+        pairs = sum(value * growth[u] * growth[v] for (u, v), value in self.cross.items())
+        return float(self.price @ growth + pairs)
+
+    def exact(self, budget: float) -> np.ndarray:
+        """Return the best choice, by integer programming.
+
+        A product G_u G_v is written as sum_b 2^b z_b with the bits y_b of G_u, z_b >= 0, z_b >= G_v - most (1 - y_b).
+        That is linear, and exact where it counts: the budget presses z_b down.
+        """
+        if len(self.gain) == 0:
+            return np.zeros(0, np.int64)
+        programme = _Programme()
+        choice = programme.variables(len(self.gain), self._objective(), integer=True, most=1.0)
+        self._one_per_neuron(programme, choice)
+        most = self._caps(programme, choice)
+        cost = {variable: self.price[self.unit[j]] * self.extra[j] for j, variable in enumerate(choice)}
+        bits: dict[int, list[int]] = {}
+        for (u, v), value in self.cross.items():
+            if most[u] == 0 or most[v] == 0:
+                continue
+            if u not in bits:
+                bits[u] = programme.variables(int(most[u]).bit_length(), 0.0, integer=True, most=1.0)
+                # The bits make up the growth of the unit.
+                row = {bit: -float(2**b) for b, bit in enumerate(bits[u])}
+                row |= {choice[j]: float(self.extra[j]) for j in np.flatnonzero(self.unit == u)}
+                programme.row(row, 0.0, 0.0)
+            for b, bit in enumerate(bits[u]):
+                (z,) = programme.variables(1, 0.0, integer=False, most=float(most[v]))
+                row = {choice[j]: float(self.extra[j]) for j in np.flatnonzero(self.unit == v)}
+                programme.row({**row, z: -1.0, bit: float(most[v])}, -np.inf, float(most[v]))
+                cost[z] = value * 2**b
+        programme.row({variable: price / budget for variable, price in cost.items()}, -np.inf, 1.0)
+        return np.flatnonzero(programme.solve()[choice] > 0.5)
+
+    def relaxed(self, budget: float) -> np.ndarray:
+        """Return the rounded-down solution of the linear relaxation, as the paper solves it, cross terms left out."""
+        if len(self.gain) == 0:
+            return np.zeros(0, np.int64)
+        programme = _Programme()
+        choice = programme.variables(len(self.gain), self._objective(), integer=False, most=1.0)
+        self._one_per_neuron(programme, choice)
+        self._caps(programme, choice)
+        costs = self.price[self.unit] * self.extra / budget
+        programme.row(dict(zip(choice, costs, strict=True)), -np.inf, 1.0)
+        return np.flatnonzero(programme.solve()[choice] > 1 - 1e-6)
+
+    def _objective(self) -> np.ndarray:
+        # Scaled so that the solver's absolute tolerances are relative to the largest gain.
+        return self.gain / -self.gain.min()
+
+    def _one_per_neuron(self, programme: _Programme, choice: list[int]) -> None:
+        for neuron in range(int(self.neuron.max()) + 1):
+            programme.row({choice[j]: 1.0 for j in np.flatnonzero(self.neuron == neuron)}, -np.inf, 1.0)
+
+    def _caps(self, programme: _Programme, choice: list[int]) -> np.ndarray:
+        """Add the caps; return by how much each unit can grow at the most."""
+        most = np.zeros(len(self.price))
+        for u in range(len(self.price)):
+            mine = np.flatnonzero(self.unit == u)
+            largest: dict[int, float] = {}
+            for j in mine:
+                largest[self.neuron[j]] = max(largest.get(self.neuron[j], 0.0), float(self.extra[j]))
+            most[u] = min(sum(largest.values()), self.cap[u])
+            if self.cap[u] < sum(largest.values()):
+                programme.row({choice[j]: float(self.extra[j]) for j in mine}, -np.inf, float(self.cap[u]))
+        return most
+
+
+class _Programme:
+    """A mixed-integer linear programme, built row by row."""
+
+    def __init__(self) -> None:
+        self.objective: list[float] = []
+        self.integer: list[bool] = []
+        self.most: list[float] = []
+        self.entries: list[tuple[int, int, float]] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def variables(self, count: int, objective: np.ndarray | float, *, integer: bool, most: float) -> list[int]:
+        """Add variables between 0 and `most`; return their indices."""
+        start = len(self.objective)
+        self.objective += np.broadcast_to(objective, count).tolist()
+        self.integer += [integer] * count
+        self.most += [most] * count
+        return list(range(start, start + count))
+
+    def row(self, row: Mapping[int, float], lower: float, upper: float) -> None:
+        """Add lower <= sum of row[i] x_i <= upper."""
+        self.entries += [(len(self.lower), column, value) for column, value in row.items() if value != 0]
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def solve(self) -> np.ndarray:
+        """Return the minimiser.
+
+        Raises:
+            RuntimeError: HiGHS found none.
+        """
+        rows, columns, values = (np.array(part) for part in zip(*self.entries, strict=True))
+        shape = (len(self.lower), len(self.objective))
+        matrix = coo_array((values, (rows.astype(int), columns.astype(int))), shape=shape).tocsr()
+        if any(self.integer):
+            result = milp(
+                self.objective,
+                constraints=LinearConstraint(matrix, np.array(self.lower), np.array(self.upper)),
+                integrality=np.array(self.integer, dtype=np.int64),
+                bounds=Bounds(0, np.array(self.most)),
+                options={"mip_rel_gap": 0.0, "node_limit": NODE_LIMIT},
+            )
+        else:
+            result = linprog(
+                self.objective, A_ub=matrix, b_ub=self.upper, bounds=np.array([(0, most) for most in self.most])
+            )
+        if result.x is None:
+            raise RuntimeError(f"the selection programme was not solved: {result.message}")
+        return np.asarray(result.x)
