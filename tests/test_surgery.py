@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -527,18 +528,30 @@ def test_learning_rate_schedules_go_on(which: str) -> None:
     assert rates[0] == rates[1]
 
 
-@pytest.mark.parametrize("weights", [POSITIVE, SIGNED, (0.5, 0.8, -0.3)], ids=["positive", "signed", "three"])
-def test_the_first_step_after_a_split_moves_the_function_as_predicted(weights: tuple[float, ...]) -> None:
-    """The velocity of the outputs under a small step of SGD is that of the unsplit model, entry by entry rescaled.
+# The optimizer, and by how much a split row's step counts: an adaptive step has the sign of the gradient, not its size.
+STEPPERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[[Tensor], Tensor]]] = {
+    "sgd": (torch.optim.SGD, lambda w: w.square().sum()),
+    "momentum": (partial(torch.optim.SGD, momentum=0.9), lambda w: w.square().sum()),
+    "adam": (partial(torch.optim.Adam, eps=1e-20), lambda w: w.abs().sum()),
+    "rmsprop": (partial(torch.optim.RMSprop, momentum=0.5, eps=1e-20), lambda w: w.abs().sum()),
+}
 
-    A copied row with weight w moves by w times its parent's step and is read with the weight w: together sum w_k^2
-    times the parent's. Each of the m columns moves as its parent: m times. An entry that is in both: the product.
+
+@pytest.mark.parametrize("which", STEPPERS)
+@pytest.mark.parametrize("weights", [POSITIVE, SIGNED, (0.5, 0.8, -0.3)], ids=["positive", "signed", "three"])
+def test_the_first_step_after_a_split_moves_the_function_as_predicted(weights: tuple[float, ...], which: str) -> None:
+    """The velocity of the outputs under a small step is that of the unsplit model, entry by entry rescaled.
+
+    A row's copies move by w_k times its parent's step, or by the sign of w_k where steps are adaptive, and are read
+    with the weights w_k: together sum w_k^2, or sum |w_k|, times the parent's. Each of the m columns moves as its
+    parent: m times. An entry that is in both: the product.
     """
     case = BY_NAME["mlp-batchnorm"]
-    model = case.model()
+    model = case.model().eval()
     x, target = case.batch(model)
     graph = trace(model, x)
     w, m = torch.tensor(weights, dtype=torch.float64), len(weights)
+    make, row_factor = STEPPERS[which]
     # The even filters of the first unit and the odd ones of the second.
     chosen = {"layers.0": range(0, 5, 2), "layers.3": range(1, 4, 2)}
     splits = [
@@ -546,30 +559,43 @@ def test_the_first_step_after_a_split_moves_the_function_as_predicted(weights: t
         for name, neurons in chosen.items()
         for neuron in neurons
     ]
-
     factor = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    for name, followers, consumer in (("layers.0", "layers.1", "layers.3"), ("layers.3", "layers.4", "layers.6")):
+    for name, follower, consumer in (("layers.0", "layers.1", "layers.3"), ("layers.3", "layers.4", "layers.6")):
         rows = list(chosen[name])
-        for prefix in (name, followers):
-            factor[f"{prefix}.weight"][rows] *= w.square().sum()
-            factor[f"{prefix}.bias"][rows] *= w.square().sum()
+        for prefix in (name, follower):
+            factor[f"{prefix}.weight"][rows] *= row_factor(w)
+            factor[f"{prefix}.bias"][rows] *= row_factor(w)
         factor[f"{consumer}.weight"][:, rows] *= m
-    squared_error(model(x), target).backward()
-    names = list(factor)
-    parameters = tuple(p.detach() for p in model.parameters())
-    tangents = tuple(-factor[name] * p.grad for name, p in model.named_parameters())
+
+    def step(lr: float, split: bool) -> nn.Module:
+        """Return the model after a step of size lr, with two steps' worth of state behind it; split before, or not."""
+        stepped = copy.deepcopy(model)
+        optimizer = make(stepped.parameters(), lr=0.0)
+        for scale in (1.0, -0.5):
+            optimizer.zero_grad()
+            (scale * squared_error(stepped(x), target)).backward()
+            optimizer.step()
+        if split:
+            apply_splits(stepped, SplitPlan(graph, splits), eps=0.0, optimizer=optimizer)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        squared_error(stepped(x), target).backward()
+        optimizer.step()
+        return stepped
+
+    # A step of size 1 of the unsplit model is its velocity; its parameters are not evaluated at.
+    unsplit = dict(step(1.0, split=False).named_parameters())
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    tangents = tuple(factor[name] * (unsplit[name].detach() - p) for name, p in parameters.items())
     _, predicted = torch.autograd.functional.jvp(
-        lambda *p: torch.func.functional_call(model, dict(zip(names, p, strict=True)), (x,)), parameters, tangents
+        lambda *p: torch.func.functional_call(model, dict(zip(parameters, p, strict=True)), (x,)),
+        tuple(parameters.values()),
+        tangents,
     )
-    model.zero_grad()
+    before = outputs(model, x)
 
     def velocity(lr: float) -> Tensor:
-        split = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(split.parameters(), lr=lr)
-        apply_splits(split, SplitPlan(graph, splits), eps=0.0, optimizer=optimizer)
-        before = outputs(split, x)
-        accumulate(split, optimizer, [(x, target)])
-        return (outputs(split, x) - before) / lr
+        return (outputs(step(lr, split=True), x) - before) / lr
 
     measured = 2 * velocity(1e-6) - velocity(2e-6)
     assert relative_error(measured, predicted) < 1e-7

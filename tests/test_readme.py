@@ -1,0 +1,36 @@
+"""The README's examples run as they stand, and what it says of `splitting_matvec` is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+import s3d_fast
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_plain_equivalent() -> None:
+    X, C, V = torch.randn(7, 3).double(), torch.randn(7, 2).double(), torch.randn(2, 3).double()
+    call, plain = re.match(r"(\S.*\))\s+# is (.*)\n", BLOCKS[0]).groups()  # type: ignore[union-attr]
+    names = {"X": X, "C": C, "V": V, "splitting_matvec": s3d_fast.splitting_matvec}
+    torch.testing.assert_close(eval(call, names), eval(plain, names), rtol=0, atol=0)
+
+
+def test_ten_lines_grow_a_model() -> None:
+    names: dict[str, object] = {}
+    exec(BLOCKS[1], names)
+    model, plan = names["model"], names["plan"]
+    assert isinstance(plan, s3d_fast.SplitPlan)
+    assert isinstance(model, torch.nn.Module)
+    assert len(plan) == 6
+    assert {name: model.get_submodule(name).out_features for name in plan.widths()} == plan.widths()
+
+
+def test_the_eigen_backend_alone() -> None:
+    names = {"s3d": s3d_fast, "X": torch.randn(50, 4), "C": torch.randn(50, 3)}
+    exec(BLOCKS[2], names)
+    assert names["split"].weights.shape == (3, 2)  # type: ignore[attr-defined]
