@@ -34,3 +34,12 @@ def test_the_eigen_backend_alone() -> None:
     names = {"s3d": s3d_fast, "X": torch.randn(50, 4), "C": torch.randn(50, 3)}
     exec(BLOCKS[2], names)
     assert names["split"].weights.shape == (3, 2)  # type: ignore[attr-defined]
+
+
+def test_the_list_of_public_names_is_up_to_date() -> None:
+    folder = Path(__file__).parent.parent / "docs"
+    names: dict[str, object] = {"__name__": "make_api", "__file__": str(folder / "make_api.py")}
+    exec((folder / "make_api.py").read_text(), names)
+    text = names["api"]()  # type: ignore[operator]
+    assert (folder / "api.md").read_text() == text
+    assert "|  |" not in text, "a public name has no docstring"
