@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from s3d_fast import checks, fx_calls, layers, ops
 from s3d_fast.activations import Activation, activation
+from s3d_fast.edgeconv import EdgeConv
 from s3d_fast.graph import Graph, Unit
-from s3d_fast.models.dgcnn import EdgeConv
 from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator, SumOperator
+from s3d_fast.training import batch_loss
 from s3d_fast.undisturbed import undisturbed
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -52,8 +53,8 @@ def capture(
     Args:
         model: the model that was traced.
         loss_fn: either `loss_fn(model, batch)`, which must call the model it is given; or `loss_fn(output, target)`,
-            where a batch is then a pair (input, target). Which one it is, is told by the name of the first parameter:
-            "model", "net", "network" or "module" mean the former.
+            where a batch is then a pair (input, target), the input a tensor or a tuple or list of arguments. Which one
+            it is, is told by the name of the first parameter: "model", "net", "network" or "module" mean the former.
         batches: of equal size, since each counts the same.
         graph: from `trace`, of the model as it is now.
         units: names of the units to capture; all by default.
@@ -134,11 +135,9 @@ class _Taps(fx.Interpreter):
         return result.clone() if own and _may_change(n, self.submodules) else result
 
 
-def _may_change(node: fx.Node, modules: dict[str, nn.Module], except_for: str | None = None) -> bool:
+def _may_change(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether a later call may change the value of this node in place, directly or through a view of it."""
     for user in node.users:
-        if user.name == except_for:
-            continue
         if fx_calls.is_inplace(user, modules):
             return True
         is_view = (
@@ -146,7 +145,7 @@ def _may_change(node: fx.Node, modules: dict[str, nn.Module], except_for: str | 
             if user.op == "call_module"
             else fx_calls.name(user) in fx_calls.VIEWING
         )
-        if is_view and _may_change(user, modules, except_for):
+        if is_view and _may_change(user, modules):
             return True
     return False
 
@@ -184,13 +183,7 @@ def _check_fresh(model: nn.Module, graph: Graph) -> None:
 
 
 def _evaluate(loss_fn: Callable[[Any, Any], Tensor], model: nn.Module, taps: _Taps, batch: Any, index: int) -> Tensor:
-    if _takes_model(loss_fn):
-        loss = loss_fn(model, batch)
-    else:
-        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-            raise ValueError(f"batches: batch {index} must be a pair (input, target), got {type(batch).__name__}")
-        inputs, target = batch
-        loss = loss_fn(model(*inputs) if isinstance(inputs, tuple) else model(inputs), target)
+    loss = batch_loss(model, loss_fn, batch, f"batch {index}")
     if taps.calls != 1:
         raise ValueError(f"loss_fn must call the model exactly once per batch, got {taps.calls} calls")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -198,14 +191,6 @@ def _evaluate(loss_fn: Callable[[Any, Any], Tensor], model: nn.Module, taps: _Ta
     if not bool(torch.isfinite(loss)):
         raise ValueError(f"the loss of batch {index} is not finite: {float(loss.detach())}")
     return loss
-
-
-def _takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
-    try:
-        first = next(iter(inspect.signature(loss_fn).parameters), "")
-    except (TypeError, ValueError):
-        return False
-    return first in ("model", "net", "network", "module")
 
 
 def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> list[Tensor]:

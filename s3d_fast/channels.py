@@ -62,6 +62,7 @@ class ChannelAnalysis:
         for node in module.graph.nodes:
             if node.op == "call_module":
                 self.calls[node.target] = self.calls.get(node.target, 0) + 1
+        self.tensor_nodes = {n for n in module.graph.nodes if "shape" in n.meta or n.meta.get("holds_tensors")}
         self.entangled = self._entangled()
 
     def run(self) -> Graph:
@@ -85,7 +86,15 @@ class ChannelAnalysis:
                 units[name] = self._unit(draft)
             else:
                 self.layers[name] = replace(self.layers[name], reason=draft.reason)
-        return Graph(self.module, units, self.layers)
+        return Graph(self.module, units, self.layers, self._others())
+
+    def _others(self) -> dict[str, str]:
+        """Return the remaining modules that have parameters of their own, with what they are."""
+        return {
+            name: type(module).__name__
+            for name, module in self.modules.items()
+            if name not in self.layers and name in self.calls and any(True for _ in module.parameters())
+        }
 
     def _unit(self, draft: _Draft) -> Unit:
         act, act_node, norm = self.activations[draft.name]
@@ -125,6 +134,8 @@ class ChannelAnalysis:
             self._pass(node, curved=name)
         elif isinstance(module, layers.ELEMENTWISE):
             self._pass(node)
+        elif isinstance(module, layers.CURVED):
+            self._pass(node, curved=name)
         elif isinstance(module, layers.SPATIAL):
             self._spatial(node)
         elif isinstance(module, nn.Flatten):
@@ -195,7 +206,8 @@ class ChannelAnalysis:
             return act, node, None
         norm: str | None = None
         while True:
-            users = list(node.users)
+            # Who only asks for the shape does not count.
+            users = [user for user in node.users if user in self.tensor_nodes or user.op == "output"]
             if len(users) != 1:
                 return "its output is used in more than one place before an activation"
             (node,) = users
@@ -221,8 +233,9 @@ class ChannelAnalysis:
         """Note a layer that treats every channel alone, with parameters or statistics for each."""
         value, shape = self._input(node), node.meta["shape"]
         if value is None:
-            width = shape[1] if len(shape) > 1 else 1
-            self.layers[name] = Layer(name, kind, width // multiplier, (Segment(None, width // multiplier),), 1, 1)
+            width = shape[1] // multiplier
+            positions = prod(shape[1:]) // shape[1]
+            self.layers[name] = Layer(name, kind, width, (Segment(None, width),), positions, self.calls[name])
             return
         module = self.modules[name]
         if self.calls[name] > 1:
@@ -252,7 +265,7 @@ class ChannelAnalysis:
             else:
                 self._block_inputs(node, f"'{node.name}' ({name}) takes its channels apart")
             return
-        if name not in fx_calls.RESHAPING:
+        if name not in fx_calls.RESHAPING or self._input(node) is None:
             self._block_sizes(node)
         inputs = self._inputs(node)
         if not inputs:
@@ -384,11 +397,15 @@ class ChannelAnalysis:
             target = None
         if target is None:
             self._block(value, f"'{node.name}' ({name}) rearranges its channels")
+            self._block_sizes(node)
             return
         wanted = fx_calls.sizes(node) if name in ("view", "reshape") else []
         if len(wanted) == len(after) and isinstance(wanted[target], int) and wanted[target] != -1:
             self._block(value, f"'{node.name}' reshapes its channels to a size that is written into the code")
-            return
+        own = self.sizes.get(wanted[target]) if len(wanted) == len(after) else None
+        # Only the size of these very channels may follow them, and only in their own place.
+        fits = own is not None and own.sources == frozenset(value.sources())
+        self._block_sizes(node, except_for=wanted[target] if fits else None)
         layout = tuple(replace(segment, repeat=segment.repeat * repeat) for segment in value.layout)
         self.values[node] = _Value(layout, target)
 
@@ -414,8 +431,8 @@ class ChannelAnalysis:
         for value in self._inputs(node):
             self._block(value, reason)
 
-    def _block_sizes(self, node: fx.Node) -> None:
-        for size in (self.sizes[arg] for arg in node.all_input_nodes if arg in self.sizes):
+    def _block_sizes(self, node: fx.Node, except_for: object = None) -> None:
+        for size in (self.sizes[arg] for arg in node.all_input_nodes if arg in self.sizes and arg is not except_for):
             for source in size.sources:
                 draft = self.drafts[source]
                 draft.reason = draft.reason or f"its number of channels enters '{node.name}' as a number"

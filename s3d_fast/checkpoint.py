@@ -14,7 +14,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from s3d_fast import layers
-from s3d_fast.models.dgcnn import EdgeConv
+from s3d_fast.edgeconv import EdgeConv
 
 FORMAT = "s3d_fast grown network 1"
 # The attributes of modules that say how many channels they have; nothing else is set from a file.
@@ -101,14 +101,17 @@ def _wanted_shape(
     if isinstance(module, EdgeConv):
         inputs = size("in_features")
         return {"weight": (size("out_features"), 2 * inputs), "metric": (inputs,)}.get(attribute, tuple(now.shape))
+    shapes: dict[str, tuple[int, ...]] = {}
     if isinstance(module, nn.Conv2d):
-        weight = (size("out_channels"), size("in_channels") // size("groups"), *module.kernel_size)
-        return weight if attribute == "weight" else (size("out_channels"),)
-    if isinstance(module, nn.Linear):
+        inputs = size("in_channels") // size("groups")
+        shapes = {"weight": (size("out_channels"), inputs, *module.kernel_size), "bias": (size("out_channels"),)}
+    elif isinstance(module, nn.Linear):
         outputs = size("out_features")
-        return (outputs, size("in_features")) if attribute == "weight" else (outputs,)
-    if layers.is_batchnorm(module):
-        return tuple(now.shape) if now.dim() == 0 else (size("num_features"),)
+        shapes = {"weight": (outputs, size("in_features")), "bias": (outputs,)}
+    elif layers.is_batchnorm(module):
+        shapes = dict.fromkeys(layers.per_channel_names(module), (size("num_features"),))
+    if attribute in shapes:
+        return shapes[attribute]
     custom = layers.custom_layer(module)
     if custom is not None and attribute in custom.per_channel:
         # Such a module may have no size attribute: its tensors need to agree with one another.
@@ -130,7 +133,7 @@ def optimizer_tensors(
                 tensors[f"{names[id(parameter)]}|{key}"] = torch.as_tensor(value)
     groups = []
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: _plain(value) for key, value in group.items() if key != "params"}
         groups.append({"params": [names[id(parameter)] for parameter in group["params"]], "options": options})
     return tensors, groups
 
@@ -222,3 +225,7 @@ def _size_attributes(module: nn.Module) -> tuple[str, ...]:
 def _state_device(key: str, parameter: Tensor) -> torch.device:
     # PyTorch's optimizers keep their step counters on the CPU.
     return torch.device("cpu") if key == "step" else parameter.device
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from s3d_fast import __version__, report
 from s3d_fast.experiments import rbf
+from s3d_fast.tables import text_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,10 +68,7 @@ def _run_rbf(options: argparse.Namespace) -> int:
     text = "\n\n".join(
         [
             f"Loss over {settings.seeds} seeds, {settings.steps} steps per neuron: median [quartiles].",
-            *(
-                report.text_table(rbf.loss_table(runs, group, settings.neurons))
-                for group in (rbf.BY_COPIES, rbf.BY_BOUND)
-            ),
+            *(text_table(rbf.loss_table(runs, group, settings.neurons)) for group in (rbf.BY_COPIES, rbf.BY_BOUND)),
             "stuck: networks that had no split left to gain from before they reached the last size.",
             rbf.verdict(runs),
         ]

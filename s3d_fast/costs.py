@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from s3d_fast import layers
+from s3d_fast.edgeconv import EdgeConv
 from s3d_fast.graph import Graph, Layer
-from s3d_fast.models.dgcnn import EdgeConv
 
 
 @dataclass(frozen=True)

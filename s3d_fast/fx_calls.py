@@ -13,8 +13,10 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-ELEMENTWISE = _words("dropout dropout2d feature_dropout contiguous clone to float double neg detach type_as")
-CURVED = _words("abs exp log sqrt square clamp hardtanh sin cos mish celu selu logsigmoid")
+ELEMENTWISE = _words(
+    "dropout dropout1d dropout2d alpha_dropout feature_alpha_dropout contiguous clone to float double neg detach"
+)
+CURVED = _words("abs exp log sqrt square clamp hardtanh sin cos mish celu selu logsigmoid log_sigmoid")
 ARITHMETIC = _words("add iadd sub isub mul imul truediv div pow rsub maximum minimum")
 REDUCING = _words("mean sum amax amin max min")
 SPATIAL = _words(
@@ -38,6 +40,10 @@ def name(node: fx.Node) -> str:
     called = getattr(node.target, "__name__", str(node.target))
     if called == "getattr":
         return str(node.args[1])
+    module = getattr(node.target, "__module__", None) or "torch"
+    if module.partition(".")[0] not in ("torch", "_operator", "operator", "builtins", "math", "s3d_fast"):
+        # A function of the user's own may be called anything.
+        return f"{module}.{called}"
     # F.max_pool2d and F.adaptive_max_pool2d are closures, both called fn, that choose between two functions.
     return "boolean_dispatch" if called == "fn" else called.strip("_")
 

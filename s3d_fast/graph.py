@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from s3d_fast import layers
 from s3d_fast.activations import Activation
+from s3d_fast.tables import text_table
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Graph:
     module: fx.GraphModule
     units: dict[str, Unit]
     layers: dict[str, Layer]
+    others: dict[str, str]  # further modules with parameters, and what they are
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units.values())
@@ -86,20 +88,21 @@ class Graph:
 
     def explain(self) -> str:
         """Return a table of every layer: splittable, or why not."""
-        from s3d_fast.report import text_table
-
         rows = [["layer", "kind", "width", "splittable", "because"]]
         for layer in self.layers.values():
-            if layer.kind not in ("conv", "linear", "edgeconv"):
-                continue
             unit = self.units.get(layer.name)
-            if unit is None:
-                rows.append([layer.name, layer.kind, str(layer.width), "no", layer.reason or ""])
-                continue
-            because = f"{unit.activation.name}, consumed by {', '.join(unit.consumers)}"
-            if unit.left_out:
-                because += f"; leaves out the curvature of {', '.join(unit.left_out)}"
-            rows.append([layer.name, layer.kind, str(layer.width), "yes", because])
+            if unit is not None:
+                because = f"{unit.activation.name}, consumed by {', '.join(unit.consumers)}"
+                if unit.left_out:
+                    because += f"; leaves out the curvature of {', '.join(unit.left_out)}"
+            elif layer.kind in ("conv", "linear", "edgeconv"):
+                because = layer.reason or ""
+            else:
+                followed = [unit.name for unit in self if layer.name in unit.followers]
+                because = f"follows {', '.join(followed)}" if followed else "has no filters of its own"
+            rows.append([layer.name, layer.kind, str(layer.width), "no" if unit is None else "yes", because])
+        for name, kind in self.others.items():
+            rows.append([name, kind, "", "no", "not a layer that splits know"])
         return text_table(rows)
 
     def channels_of(self, inputs: Layout, widths: Mapping[str, int] | None = None) -> int:

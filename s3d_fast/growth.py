@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
 import time
@@ -25,7 +24,6 @@ from s3d_fast.surgery import apply_splits, check_optimizer
 from s3d_fast.tracing import trace
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, int], object]
-STAGES = ("train", "evaluate", "capture", "solve", "select", "split")
 
 
 @dataclass
@@ -138,8 +136,9 @@ class Grower:
         self.make_optimizer = optimizer
         self.optimizer = optimizer(model.parameters())
         check_optimizer(self.optimizer, model)
-        for function, given in ((select, self.selection), (extremal_eigenpairs, self.solver)):
-            inspect.signature(function).bind_partial(**given)
+        # Bad options raise here, and not after a phase of training.
+        select({}, graph, **self.selection)
+        extremal_eigenpairs([], **self.solver)
         if "generator" in self.solver:
             raise ValueError("solver: a generator has a state that a resumed run would not have; leave it out")
         self._first_rates = [group["lr"] for group in self.optimizer.param_groups]

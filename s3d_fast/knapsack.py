@@ -9,8 +9,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array
 
-# Branch-and-bound nodes at the most: unlike a time limit, the same on every machine and in every run.
-NODE_LIMIT = 20_000
+# Branch and bound ends here, with the best that was found so far. Large budgets over wide networks are not always
+# closed to the last digit in this time; the choice may then depend on the speed of the machine.
+TIME_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
@@ -35,56 +36,76 @@ class Knapsack:
         pairs = sum(value * growth[u] * growth[v] for (u, v), value in self.cross.items())
         return float(self.price @ growth + pairs)
 
-    def exact(self, budget: float) -> np.ndarray:
-        """Return the best choice, by integer programming.
+    def exact(self, budget: float) -> np.ndarray | None:
+        """Return the best choice, by integer programming; None if HiGHS finds none within its limits.
 
-        A product G_u G_v is written as sum_b 2^b z_b with the bits y_b of G_u, z_b >= 0, z_b >= G_v - most (1 - y_b).
-        That is linear, and exact where it counts: the budget presses z_b down.
+        Where all candidates add the same number of filters, a unit's best choice of a given size is a prefix of its
+        candidates by gain: then only the sizes need to be integers, of which there are as many as units.
+
+        A product of growths K_u K_v is written as sum_b 2^b z_b with the bits y_b of K_u, z_b >= 0 and
+        z_b >= K_v - most (1 - y_b). That is linear, and exact where it counts: the budget presses z_b down.
         """
-        if len(self.gain) == 0:
-            return np.zeros(0, np.int64)
+        uniform = bool((self.extra == self.extra[0]).all())
+        unit_of_growth = self.extra[0] if uniform else 1.0
+        growth = self.extra / unit_of_growth
         programme = _Programme()
-        choice = programme.variables(len(self.gain), self._objective(), integer=True, most=1.0)
-        self._one_per_neuron(programme, choice)
-        most = self._caps(programme, choice)
-        cost = {variable: self.price[self.unit[j]] * self.extra[j] for j, variable in enumerate(choice)}
+        choice = programme.variables(len(self.gain), self._objective(), integer=not uniform, most=1.0)
+        if not uniform:
+            self._one_per_neuron(programme, choice)
+        most = self._caps(programme, choice) // unit_of_growth
+        members = [np.flatnonzero(self.unit == u) for u in range(len(self.price))]
         bits: dict[int, list[int]] = {}
-        for (u, v), value in self.cross.items():
-            if most[u] == 0 or most[v] == 0:
-                continue
-            if u not in bits:
+        for u in range(len(self.price)):
+            if most[u] > 0 and (uniform or any(u == first for first, _ in self.cross)):
                 bits[u] = programme.variables(int(most[u]).bit_length(), 0.0, integer=True, most=1.0)
                 # The bits make up the growth of the unit.
                 row = {bit: -float(2**b) for b, bit in enumerate(bits[u])}
-                row |= {choice[j]: float(self.extra[j]) for j in np.flatnonzero(self.unit == u)}
-                programme.row(row, 0.0, 0.0)
+                programme.row(row | {choice[j]: growth[j] for j in members[u]}, 0.0, 0.0)
+        cost = {variable: self.price[self.unit[j]] * self.extra[j] for j, variable in enumerate(choice)}
+        for (u, v), value in self.cross.items():
+            if most[u] == 0 or most[v] == 0:
+                continue
             for b, bit in enumerate(bits[u]):
                 (z,) = programme.variables(1, 0.0, integer=False, most=float(most[v]))
-                row = {choice[j]: float(self.extra[j]) for j in np.flatnonzero(self.unit == v)}
+                row = {choice[j]: growth[j] for j in members[v]}
                 programme.row({**row, z: -1.0, bit: float(most[v])}, -np.inf, float(most[v]))
-                cost[z] = value * 2**b
+                cost[z] = value * unit_of_growth**2 * 2**b
         programme.row({variable: price / budget for variable, price in cost.items()}, -np.inf, 1.0)
-        return np.flatnonzero(programme.solve()[choice] > 0.5)
+        solution = programme.solve()
+        if solution is None:
+            return None
+        if not uniform:
+            return np.flatnonzero(solution[choice] > 0.5)
+        # Equal gains may have been taken in parts: take whole ones, the first of them first.
+        chosen = []
+        for mine in members:
+            size = round(float(solution[choice][mine].sum()))
+            chosen.append(mine[np.argsort(self.gain[mine], kind="stable")[:size]])
+        return np.sort(np.concatenate(chosen))
 
     def relaxed(self, budget: float) -> np.ndarray:
         """Return the rounded-down solution of the linear relaxation, as the paper solves it, cross terms left out."""
-        if len(self.gain) == 0:
-            return np.zeros(0, np.int64)
         programme = _Programme()
         choice = programme.variables(len(self.gain), self._objective(), integer=False, most=1.0)
         self._one_per_neuron(programme, choice)
         self._caps(programme, choice)
         costs = self.price[self.unit] * self.extra / budget
         programme.row(dict(zip(choice, costs, strict=True)), -np.inf, 1.0)
-        return np.flatnonzero(programme.solve()[choice] > 1 - 1e-6)
+        solution = programme.solve()
+        if solution is None:
+            raise RuntimeError("the relaxation of the selection programme was not solved")
+        return np.flatnonzero(solution[choice] > 1 - 1e-6)
 
     def _objective(self) -> np.ndarray:
         # Scaled so that the solver's absolute tolerances are relative to the largest gain.
         return self.gain / -self.gain.min()
 
     def _one_per_neuron(self, programme: _Programme, choice: list[int]) -> None:
-        for neuron in range(int(self.neuron.max()) + 1):
-            programme.row({choice[j]: 1.0 for j in np.flatnonzero(self.neuron == neuron)}, -np.inf, 1.0)
+        rows: dict[int, dict[int, float]] = {}
+        for j, neuron in enumerate(self.neuron):
+            rows.setdefault(int(neuron), {})[choice[j]] = 1.0
+        for row in rows.values():
+            programme.row(row, -np.inf, 1.0)
 
     def _caps(self, programme: _Programme, choice: list[int]) -> np.ndarray:
         """Add the caps; return by how much each unit can grow at the most."""
@@ -125,12 +146,8 @@ class _Programme:
         self.lower.append(lower)
         self.upper.append(upper)
 
-    def solve(self) -> np.ndarray:
-        """Return the minimiser.
-
-        Raises:
-            RuntimeError: HiGHS found none.
-        """
+    def solve(self) -> np.ndarray | None:
+        """Return the minimiser, or the best point that was found within the limits; None if there was none."""
         rows, columns, values = (np.array(part) for part in zip(*self.entries, strict=True))
         shape = (len(self.lower), len(self.objective))
         matrix = coo_array((values, (rows.astype(int), columns.astype(int))), shape=shape).tocsr()
@@ -140,12 +157,10 @@ class _Programme:
                 constraints=LinearConstraint(matrix, np.array(self.lower), np.array(self.upper)),
                 integrality=np.array(self.integer, dtype=np.int64),
                 bounds=Bounds(0, np.array(self.most)),
-                options={"mip_rel_gap": 0.0, "node_limit": NODE_LIMIT},
+                options={"mip_rel_gap": 0.0, "time_limit": TIME_LIMIT},
             )
         else:
             result = linprog(
                 self.objective, A_ub=matrix, b_ub=self.upper, bounds=np.array([(0, most) for most in self.most])
             )
-        if result.x is None:
-            raise RuntimeError(f"the selection programme was not solved: {result.message}")
-        return np.asarray(result.x)
+        return None if result.x is None else np.asarray(result.x)

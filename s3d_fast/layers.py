@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from s3d_fast.activations import Activation, activation, is_activation
-from s3d_fast.models.dgcnn import EdgeConv
+from s3d_fast.edgeconv import EdgeConv
 
 # Modules that act on every entry alone, in eval mode not at all.
 ELEMENTWISE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -25,7 +25,12 @@ SPATIAL = (
     nn.UpsamplingNearest2d,
     nn.UpsamplingBilinear2d,
     nn.ZeroPad2d,
+    nn.ConstantPad2d,
+    nn.ReflectionPad2d,
+    nn.ReplicationPad2d,
 )
+# Modules that act on every entry alone, nonlinearly, and whose second derivative is not known here.
+CURVED = (nn.Hardtanh, nn.Mish, nn.CELU, nn.SELU, nn.LogSigmoid)
 # Modules that may stand between a layer and its activation: every entry behind them is one entry before them.
 SELECTING = (*ELEMENTWISE, nn.Flatten, nn.MaxPool2d, nn.AdaptiveMaxPool2d)
 # Modules that mix channels, with the words that say so.

@@ -162,6 +162,24 @@ def curvature_coefficients(
     return reference.curvature_coefficients(g, z, activation, scale)
 
 
+def grow_weight(
+    weight: Tensor,  # (M, I, ...), or (M,)
+    rows: Tensor,  # (M',), int64
+    row_scale: Tensor | None = None,  # (M',)
+    shift: Tensor | None = None,  # (M', I, ...)
+    columns: Tensor | None = None,  # (I',), int64
+    column_scale: Tensor | None = None,  # (I',)
+    *,
+    backend: str = "auto",
+) -> Tensor:  # (M', I', ...)
+    """Return (row_scale * weight[rows] + shift)[:, columns] * column_scale: the weight of a layer after splits.
+
+    Indices out of range raise an IndexError or a RuntimeError, before anything is changed.
+    """
+    resolve_backend(backend)
+    return reference.grow_weight(weight, rows, row_scale, shift, columns, column_scale)
+
+
 def check_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:
     """Raise unless X (N, D) and C (N, M) are rows and coefficients that go together."""
     _check_pair(X, C, ("N", "D"))

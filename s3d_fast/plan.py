@@ -9,6 +9,7 @@ from torch import Tensor
 
 from s3d_fast import costs
 from s3d_fast.graph import Graph
+from s3d_fast.tables import text_table
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,6 @@ class SplitPlan:
         return costs.count(self.graph, self.widths()) - costs.count(self.graph)
 
     def __str__(self) -> str:
-        from s3d_fast.report import text_table
-
         before, after = self.graph.widths(), self.widths()
         rows = [["unit", "width", "after", "gain", "params", "MACs"]]
         for name, splits in self.by_unit().items():

@@ -1,4 +1,4 @@
-"""Tables and figures."""
+"""Figures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from typing import Any
 import torch
 
 from s3d_fast.experiments import rbf
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows as aligned text; the first row is the head."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def require_matplotlib() -> Any:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from s3d_fast import checks, layers
+from s3d_fast.edgeconv import EdgeConv
 from s3d_fast.graph import Graph, Layout
-from s3d_fast.models.dgcnn import EdgeConv
+from s3d_fast.ops import grow_weight
 from s3d_fast.plan import NeuronSplit, SplitPlan
-from s3d_fast.reference import grow_weight
 
 # How the entries of an optimizer's state scale when a gradient is scaled by w: like w, like w^2, or like its sign.
 LIKE_GRADIENT, LIKE_SQUARE, LIKE_SIGN = 1, 2, 0
@@ -119,7 +119,7 @@ class _Change:
 
 
 def _expand_layout(
-    graph: Graph, layout: Layout, expansions: Mapping[str, _Expansion], multiplier: int = 1
+    layout: Layout, expansions: Mapping[str, _Expansion], multiplier: int = 1
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return for the entries of a layout: which old entry each new one copies, its weight, and its share."""
     if not any(segment.source in expansions for segment in layout):
@@ -145,14 +145,14 @@ def _layer_changes(
     layer = graph.layers[name]
     if layer.kind in ("depthwise", "batchnorm", "custom"):
         multiplier = module.out_channels // module.in_channels if isinstance(module, nn.Conv2d) else 1
-        expanded = _expand_layout(graph, layer.inputs, expansions, multiplier)
+        expanded = _expand_layout(layer.inputs, expansions, multiplier)
         if expanded is None:
             return []
         index, weight, _ = expanded
         return [_channel_change(module, tensor, index, weight) for tensor in layers.per_channel_tensors(module)]
 
     own = expansions.get(name)
-    expanded = _expand_layout(graph, layer.inputs, expansions)
+    expanded = _expand_layout(layer.inputs, expansions)
     if own is None and expanded is None:
         return []
     columns, column_weight, share = expanded if expanded is not None else (None, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
 from typing import Any
@@ -28,8 +29,11 @@ def trace(model: nn.Module, example_input: Any) -> Graph:
     """
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
     with undisturbed(model), torch.no_grad():
-        module = fx.GraphModule(model, _symbolic(model))
-        _Shapes(module).run(*arguments)
+        module = fx.GraphModule(model, _symbolic(model, len(arguments)))
+        try:
+            _Shapes(module).run(*arguments)
+        except Exception as error:
+            raise ValueError(f"example_input cannot be evaluated by the traced model: {error}") from error
     return ChannelAnalysis(module).run()
 
 
@@ -50,9 +54,12 @@ class _Shapes(fx.Interpreter):
         return result
 
 
-def _symbolic(model: nn.Module) -> fx.Graph:
+def _symbolic(model: nn.Module, given: int) -> fx.Graph:
+    """Return the graph of the model's forward pass; arguments beyond the `given` ones have their default values."""
+    parameters = list(inspect.signature(model.forward).parameters.values())[given:]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     try:
-        return _Tracer().trace(model)
+        return _Tracer().trace(model, defaults)
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
         where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "an unknown line"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,8 +19,8 @@ class EpochTrainer:
     """Train a model for some epochs: `trainer(model, optimizer, phase)`.
 
     Args:
-        loader: batches (input, target); iterated once per epoch.
-        loss_fn: loss_fn(output, target).
+        loader: batches; iterated once per epoch.
+        loss_fn: loss_fn(output, target) or loss_fn(model, batch), as for `capture`.
         epochs: per phase.
         scheduler: makes a learning-rate scheduler, stepped once per epoch; a new one in every phase.
         progress: show a bar over the epochs.
@@ -27,8 +28,8 @@ class EpochTrainer:
 
     def __init__(
         self,
-        loader: Iterable[tuple[Any, Tensor]],
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        loader: Iterable[Any],
+        loss_fn: Callable[[Any, Any], Tensor],
         epochs: int,
         *,
         scheduler: SchedulerFactory | None = None,
@@ -49,9 +50,9 @@ class EpochTrainer:
         bar = tqdm(range(self.epochs), desc=f"phase {phase}: train", unit="epoch", disable=not self.progress)
         for epoch in bar:
             total, batches = 0.0, 0
-            for inputs, target in self.loader:
+            for batch in self.loader:
                 optimizer.zero_grad(set_to_none=True)
-                loss = self.loss_fn(model(inputs), target)
+                loss = batch_loss(model, self.loss_fn, batch)
                 loss.backward()
                 optimizer.step()
                 total, batches = total + float(loss.detach()), batches + 1
@@ -60,3 +61,25 @@ class EpochTrainer:
             if schedule is not None:
                 schedule.step()
             bar.set_postfix(loss=f"{total / max(batches, 1):.4g}")
+
+
+def batch_loss(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, name: str = "a batch") -> Tensor:
+    """Return the loss of a model on a batch, for both kinds of loss function that `capture` takes; `name` is for errors.
+
+    Raises:
+        ValueError: the batch is not a pair (input, target), which loss_fn(output, target) needs.
+    """
+    if _takes_model(loss_fn):
+        return loss_fn(model, batch)
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+        raise ValueError(f"batches: {name} must be a pair (input, target), got {type(batch).__name__}")
+    inputs, target = batch
+    return loss_fn(model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs), target)
+
+
+def _takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
+    try:
+        first = next(iter(inspect.signature(loss_fn).parameters), "")
+    except (TypeError, ValueError):
+        return False
+    return first in ("model", "net", "network", "module")

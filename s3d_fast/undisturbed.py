@@ -11,9 +11,10 @@ from torch import nn
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode; afterwards restore the mode of every part of it, and the random state."""
+    """Put the model into eval mode; afterwards restore its modes, its buffers and the random state."""
     modes = {module: module.training for module in model.modules()}
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.eval()
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
@@ -21,3 +22,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                # Written only if it must be: writing counts as a change, which autograd would notice.
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)

@@ -9,6 +9,7 @@ import pytest
 
 from s3d_fast import __version__, report
 from s3d_fast.cli import main
+from s3d_fast.tables import text_table
 
 
 def test_rbf_prints_a_table_and_draws_the_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,4 +53,4 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_text_table_aligns_its_columns() -> None:
-    assert report.text_table([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc  d"
+    assert text_table([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc  d"

@@ -1,6 +1,7 @@
 """Ordinary networks to grow: nothing in them knows about splitting but EdgeConv's metric."""
 
-from s3d_fast.models.dgcnn import DGCNN, EdgeConv
+from s3d_fast.edgeconv import EdgeConv
+from s3d_fast.models.dgcnn import DGCNN
 from s3d_fast.models.mlp import MLP
 from s3d_fast.models.mobilenet import MobileNetV1
 from s3d_fast.models.rbf import RBFBatch

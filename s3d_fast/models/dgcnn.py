@@ -4,56 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-leaky = partial(nn.LeakyReLU, 0.2)
-
-
-class EdgeConv(nn.Module):
-    """o_i = max over the k nearest neighbours j of i (i among them) of act(BN(weight . [x_j - x_i, x_i])).
-
-    With weight = [a, b], the products are a . x_j + (b - a) . x_i: two products over points, and no tensor of edge
-    features. `metric` holds a weight per input channel for the distances of the neighbour search. It is 1 but where
-    channels are copies of one another, which then share the weight of the one channel they came from.
-    """
-
-    metric: Tensor
-
-    def __init__(
-        self, in_features: int, out_features: int, k: int = 20, *, activation: Callable[[], nn.Module] = leaky
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.k = in_features, out_features, k
-        self.weight = nn.Parameter(torch.empty(out_features, 2 * in_features))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
-        self.norm = nn.BatchNorm1d(out_features)
-        self.activation = activation()
-        self.register_buffer("metric", torch.ones(in_features))
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, P, in_features) -> (B, P, out_features)
-        """Return the features of every point."""
-        return self.activation(self.edges(x, self.neighbours(x))).amax(-2)
-
-    def neighbours(self, x: Tensor) -> Tensor:  # (B, P, F) -> (B, P, k)
-        """Return the indices of the k nearest points of every point in the weighted metric; itself is one of them."""
-        with torch.no_grad():
-            weighted = x * self.metric
-            square = (weighted * x).sum(-1)
-            distance = square.unsqueeze(-1) + square.unsqueeze(-2) - 2 * (weighted @ x.mT)
-            return distance.topk(min(self.k, x.shape[1]), dim=-1, largest=False).indices
-
-    def edges(self, x: Tensor, neighbours: Tensor) -> Tensor:  # (B, P, F), (B, P, k) -> (B, P, k, out_features)
-        """Return the activation's input on every edge."""
-        a, b = self.weight.split(self.in_features, dim=1)
-        batch = torch.arange(len(x), device=x.device)[:, None, None]
-        a_edges = (x @ a.mT)[batch, neighbours] + (x @ (b - a).mT).unsqueeze(2)
-        return self.norm(a_edges.flatten(0, 2)).view_as(a_edges)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, k={self.k}"
+from s3d_fast.edgeconv import EdgeConv, leaky
 
 
 class DGCNN(nn.Module):
