@@ -64,7 +64,7 @@ class EpochTrainer:
 
 
 def batch_loss(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, name: str = "a batch") -> Tensor:
-    """Return the loss of a model on a batch, for both kinds of loss function that `capture` takes; `name` is for errors.
+    """Return the loss of a model on a batch, for both kinds of loss function of `capture`; `name` is for errors.
 
     Raises:
         ValueError: the batch is not a pair (input, target), which loss_fn(output, target) needs.
