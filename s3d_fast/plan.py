@@ -67,25 +67,14 @@ class SplitPlan:
 
     def __str__(self) -> str:
         before, after = self.graph.widths(), self.widths()
-        rows = [["unit", "width", "after", "gain", "params", "MACs"]]
+        rows = [["unit", "width", "after", "loss change / (eps^2/2)", "params", "MACs"]]
+
+        def add(name: str, width: int, grown: int, gain: float, cost: costs.Cost) -> None:
+            rows.append([name, str(width), str(grown), f"{gain:.4g}", f"+{cost.params}", f"+{cost.macs}"])
+
         for name, splits in self.by_unit().items():
             alone = costs.count(self.graph, {**before, name: after[name]}) - costs.count(self.graph)
-            gain = sum(split.gain for split in splits)
-            rows.append(
-                [name, str(before[name]), str(after[name]), f"{gain:.4g}", f"+{alone.params}", f"+{alone.macs}"]
-            )
-        total = self.added()
-        rows.append(
-            [
-                "all",
-                str(sum(before.values())),
-                str(sum(after.values())),
-                f"{self.gain:.4g}",
-                f"+{total.params}",
-                f"+{total.macs}",
-            ]
-        )
-        note = (
-            "The loss is predicted to change by eps^2 / 2 times the gain. Neighbouring units that both grow cost more"
-        )
-        return text_table(rows) + f"\n{note} than each alone, which the last row contains."
+            add(name, before[name], after[name], sum(split.gain for split in splits), alone)
+        add("all", sum(before.values()), sum(after.values()), self.gain, self.added())
+        note = "Neighbouring units that both grow cost more than each alone, which the last row contains."
+        return text_table(rows) + f"\n{note}"
