@@ -305,6 +305,8 @@ class ChannelAnalysis:
                 if index % size.rank != size.axis:
                     continue
                 size = replace(size, axis=None)
+            if size is not None and node in self.sizes:
+                size = replace(size, sources=size.sources | self.sizes[node].sources, axis=None)
             if size is not None:
                 self.sizes[node] = size
 

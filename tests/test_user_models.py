@@ -78,6 +78,15 @@ def test_a_size_of_one_layer_must_not_shape_another() -> None:
     assert "enters 'view' as a number" in graph.explain()
 
 
+def test_a_sum_of_sizes_depends_on_both_layers() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        a, b = F.silu(self.first(x)), F.silu(self.second(x))
+        return self.head(torch.cat([a, b], 1)) / (a.size(1) + b.size(1))
+
+    parts = {"first": nn.Linear(3, 4), "second": nn.Linear(3, 5), "head": nn.Linear(9, 2)}
+    assert s3d.trace(net(forward, **parts), data(2, 3)).units == {}
+
+
 def test_a_users_function_is_not_taken_for_pytorchs() -> None:
     model = net(lambda self, x: self.head(pad(F.relu(self.conv(x)))), conv=nn.Conv2d(3, 4, 3), head=nn.Conv2d(4, 2, 1))
     graph = s3d.trace(model, data(2, 3, 6, 6))
