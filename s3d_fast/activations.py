@@ -126,7 +126,7 @@ def activation(
     if isinstance(which, str):
         if which not in _BUILDERS:
             raise ValueError(f"which must be one of {', '.join(_BUILDERS)}; got {which!r}")
-        return _BUILDERS[which](sharpness=DEFAULT_SHARPNESS if sharpness is None else sharpness, **options)
+        return activation(_BUILDERS[which](**options), sharpness=sharpness)
     if callable(which) and which in _FUNCTIONS:
         return activation(_FUNCTIONS[which], sharpness=sharpness, **options)
     raise TypeError(f"which must be a name, an nn.Module or a known function, got {which!r}")
@@ -151,16 +151,16 @@ def _softplus(z: Tensor, beta: float) -> Tensor:
     return F.softplus(z, beta=beta, threshold=40.0)
 
 
-def _relu(sharpness: float, inplace: bool = False) -> Activation:
-    return Activation("relu", torch.relu, lambda z: (z > 0).to(z), torch.zeros_like, (Kink(0, 1),), sharpness)
+def _relu() -> Activation:
+    return Activation("relu", torch.relu, lambda z: (z > 0).to(z), torch.zeros_like, (Kink(0, 1),))
 
 
-def _relu6(sharpness: float, inplace: bool = False) -> Activation:
+def _relu6() -> Activation:
     kinks = (Kink(0, 1), Kink(6, -1))
-    return Activation("relu6", F.relu6, lambda z: ((z > 0) & (z < 6)).to(z), torch.zeros_like, kinks, sharpness)
+    return Activation("relu6", F.relu6, lambda z: ((z > 0) & (z < 6)).to(z), torch.zeros_like, kinks)
 
 
-def _leaky_relu(sharpness: float, negative_slope: float = 0.01, inplace: bool = False) -> Activation:
+def _leaky_relu(negative_slope: float = 0.01) -> Activation:
     checks.is_number("negative_slope", negative_slope)
     return Activation(
         "leaky_relu",
@@ -168,11 +168,10 @@ def _leaky_relu(sharpness: float, negative_slope: float = 0.01, inplace: bool = 
         lambda z: torch.where(z > 0, torch.ones_like(z), negative_slope),
         torch.zeros_like,
         (Kink(0, 1 - negative_slope),),
-        sharpness,
     )
 
 
-def _elu(sharpness: float, alpha: float = 1.0, inplace: bool = False) -> Activation:
+def _elu(alpha: float = 1.0) -> Activation:
     checks.is_number("alpha", alpha)
 
     def decay(z: Tensor) -> Tensor:
@@ -184,22 +183,20 @@ def _elu(sharpness: float, alpha: float = 1.0, inplace: bool = False) -> Activat
         lambda z: torch.where(z > 0, torch.ones_like(z), decay(z)),
         lambda z: torch.where(z > 0, torch.zeros_like(z), decay(z)),
         () if alpha == 1 else (Kink(0, 1 - alpha),),
-        sharpness,
     )
 
 
-def _hardswish(sharpness: float, inplace: bool = False) -> Activation:
+def _hardswish() -> Activation:
     return Activation(
         "hardswish",
         F.hardswish,
         lambda z: torch.where(z.abs() < 3, (2 * z + 3) / 6, (z > 0).to(z)),
         lambda z: (z.abs() < 3).to(z) / 3,
         (Kink(-3, -0.5), Kink(3, -0.5)),
-        sharpness,
     )
 
 
-def _silu(sharpness: float, inplace: bool = False) -> Activation:
+def _silu() -> Activation:
     def first(z: Tensor) -> Tensor:
         s = torch.sigmoid(z)
         return s * (1 + z * (1 - s))
@@ -211,7 +208,7 @@ def _silu(sharpness: float, inplace: bool = False) -> Activation:
     return Activation("silu", F.silu, first, second)
 
 
-def _gelu(sharpness: float, approximate: str = "none") -> Activation:
+def _gelu(approximate: str = "none") -> Activation:
     checks.is_choice("approximate", approximate, ("none", "tanh"))
     function = partial(F.gelu, approximate=approximate)
     if approximate == "none":
@@ -252,7 +249,7 @@ def _tanh_gelu_second(z: Tensor) -> Tensor:
     return (1 - t * t) * (du + 0.5 * z * (ddu - 2 * t * du * du))
 
 
-def _softplus_activation(sharpness: float, beta: float = 1.0, threshold: float = 20.0) -> Activation:
+def _softplus_activation(beta: float = 1.0, threshold: float = 20.0) -> Activation:
     checks.is_positive("beta", beta)
     checks.is_number("threshold", threshold)
 
@@ -267,7 +264,7 @@ def _softplus_activation(sharpness: float, beta: float = 1.0, threshold: float =
     return Activation("softplus", lambda z: F.softplus(z, beta, threshold), first, second)
 
 
-def _tanh(sharpness: float) -> Activation:
+def _tanh() -> Activation:
     def second(z: Tensor) -> Tensor:
         t = torch.tanh(z)
         return -2 * t * (1 - t * t)
@@ -275,7 +272,7 @@ def _tanh(sharpness: float) -> Activation:
     return Activation("tanh", torch.tanh, lambda z: 1 - torch.tanh(z) ** 2, second)
 
 
-def _sigmoid(sharpness: float) -> Activation:
+def _sigmoid() -> Activation:
     def first(z: Tensor) -> Tensor:
         s = torch.sigmoid(z)
         return s * (1 - s)
@@ -287,7 +284,7 @@ def _sigmoid(sharpness: float) -> Activation:
     return Activation("sigmoid", torch.sigmoid, first, second)
 
 
-def _gaussian(sharpness: float) -> Activation:
+def _gaussian() -> Activation:
     def second(z: Tensor) -> Tensor:
         z = _within(z, 40)
         return (z * z - 1) * gaussian(z)
@@ -295,7 +292,7 @@ def _gaussian(sharpness: float) -> Activation:
     return Activation("gaussian", gaussian, lambda z: -z * gaussian(z), second)
 
 
-def _identity(sharpness: float) -> Activation:
+def _identity() -> Activation:
     return Activation("identity", lambda z: z, torch.ones_like, torch.zeros_like)
 
 
