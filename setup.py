@@ -27,7 +27,7 @@ def extension() -> dict[str, Any]:
         "s3d_fast._C",
         SOURCES,
         include_dirs=[str(Path("csrc").resolve()), pybind11.get_include()],
-        extra_compile_args=["-O3", "-std=c++17", "-fopenmp"],
+        extra_compile_args=["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi"],
         extra_link_args=["-fopenmp"],
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}

@@ -1,0 +1,91 @@
+// Which instruction sets there are, and which one is in use.
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace s3d {
+
+namespace portable {
+extern const InstructionSet instruction_set;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const InstructionSet instruction_set;
+}
+namespace avx512 {
+extern const InstructionSet instruction_set;
+}
+#endif
+
+namespace {
+
+struct Candidate {
+    const InstructionSet* set;
+    bool available;
+};
+
+std::vector<Candidate> candidates() {
+    std::vector<Candidate> found;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    found.push_back({&avx512::instruction_set, has_avx512});
+    found.push_back({&avx2::instruction_set, has_avx2});
+#endif
+    found.push_back({&portable::instruction_set, true});
+    return found;
+}
+
+const InstructionSet* find(const std::string& name) {
+    for (const Candidate& candidate : candidates()) {
+        if (candidate.available && name == candidate.set->name) return candidate.set;
+    }
+    return nullptr;
+}
+
+const InstructionSet* best() {
+    for (const Candidate& candidate : candidates()) {
+        if (candidate.available) return candidate.set;
+    }
+    return &portable::instruction_set;
+}
+
+std::atomic<const InstructionSet*>& in_use() {
+    static std::atomic<const InstructionSet*> set{best()};
+    return set;
+}
+
+}  // namespace
+
+const InstructionSet& isa() { return *in_use().load(std::memory_order_relaxed); }
+
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    for (const Candidate& candidate : candidates()) {
+        if (candidate.available) names.emplace_back(candidate.set->name);
+    }
+    return names;
+}
+
+std::vector<std::string> compiled_isas() {
+    std::vector<std::string> names;
+    for (const Candidate& candidate : candidates()) names.emplace_back(candidate.set->name);
+    return names;
+}
+
+void use_isa(const std::string& name) {
+    const InstructionSet* set = find(name);
+    if (!set) {
+        std::string message = "isa must be one that this processor has:";
+        for (const std::string& available : available_isas()) message += " " + available;
+        throw std::invalid_argument(message + "; got " + name);
+    }
+    in_use().store(set);
+}
+
+}  // namespace s3d

@@ -1,0 +1,108 @@
+// The inner loops that every instruction set provides, as tables of functions, and the choice between them.
+//
+// A panel is a block of `width` filters stored filter-fastest: entry (d, j) of a panel is at [d * width + j]. All
+// products run over panels, so the loops below never see a ragged edge in the filters.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace s3d {
+
+// Where act'' comes from. The numbers are part of the operators' schema: see _CURVATURES in ops.py.
+enum class Curvature : int64_t { none, silu, gelu, gelu_tanh, softplus, tanh, sigmoid, elu, hardswish, gaussian };
+
+// act''(z) = curvature(z) + sum over kinks of jump * sharpness * sigmoid'(sharpness * (z - at)).
+struct CurvatureFormula {
+    Curvature curvature = Curvature::none;
+    double a = 0, b = 0;  // softplus: beta and threshold; elu: alpha
+    static constexpr int max_kinks = 8;
+    int kinks = 0;
+    double kink_at[max_kinks], kink_jump[max_kinks];
+    double sharpness = 1;
+};
+
+template <std::size_t size>
+struct IntegerOfSize;
+template <>
+struct IntegerOfSize<4> {
+    typedef int32_t type;
+};
+template <>
+struct IntegerOfSize<8> {
+    typedef int64_t type;
+};
+template <typename T>
+using Integer = typename IntegerOfSize<sizeof(T)>::type;
+
+// Which columns of the old row the entries of a new row copy. Where the `lanes` entries of block b all lie within one
+// vector of the old row, it begins at first[b] and they are at place[i] in it; first[b] is -1 where they do not.
+template <typename T>
+struct Columns {
+    const int64_t* index;
+    const int64_t* first;
+    const Integer<T>* place;
+};
+
+template <typename T>
+struct Kernels {
+    int width;  // filters per panel
+    int lanes;  // entries per vector
+
+    // U[n, :] = C[n, :] * sum_d X[n, d] V[d, :]; without C where it is null.
+    // X is (rows, depth) with row stride x_stride, V a panel of `depth` rows, C has row stride c_stride, and U is a
+    // panel of `rows` rows.
+    void (*project)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* V, const T* C, int64_t c_stride,
+                    T* U);
+
+    // out[d, :] += sum_n X[n, d] U[n, :].
+    void (*accumulate)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, T* out);
+
+    // out[n] = g[n] * act''(z[n]) * scale[n]^2; scale may be null. out may be g.
+    void (*curvature)(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, int64_t count, T* out);
+
+    // out[i] = (row[columns[i]] * row_scale + shift[columns[i]]) * column_scale[i]. shift, columns and column_scale
+    // may be null: then nothing is added, columns[i] = i, and nothing is multiplied. Columns are in range.
+    void (*grow_row)(const T* row, T row_scale, const T* shift, const Columns<T>* columns, const T* column_scale,
+                     int64_t count, T* out);
+};
+
+// Numbers stored in 16 bits, widened.
+struct Widen {
+    void (*bfloat16)(const uint16_t* from, int64_t count, float* to);
+    void (*float16)(const uint16_t* from, int64_t count, float* to);
+};
+
+struct InstructionSet {
+    const char* name;
+    Kernels<float> f32;
+    Kernels<double> f64;
+    Widen widen;
+};
+
+// The one in use: the best that this processor has, unless `use_isa` chose another.
+const InstructionSet& isa();
+
+// Those that were compiled and that this processor can run, best first.
+std::vector<std::string> available_isas();
+
+// Those that were compiled, best first.
+std::vector<std::string> compiled_isas();
+
+// Choose by name, for tests and comparisons; throws std::invalid_argument if it is not available.
+void use_isa(const std::string& name);
+
+template <typename T>
+const Kernels<T>& kernels();
+template <>
+inline const Kernels<float>& kernels<float>() {
+    return isa().f32;
+}
+template <>
+inline const Kernels<double>& kernels<double>() {
+    return isa().f64;
+}
+
+}  // namespace s3d

@@ -1,0 +1,98 @@
+// Between tensors and panels: vectors packed into panels, panels written back, rows of X made ready for the products.
+#pragma once
+
+#include "matrix.h"
+#include "parallel.h"
+
+namespace s3d {
+
+// `count` filters from filter `first` on, of vector set k.
+struct PanelPlace {
+    int64_t k, first, count;
+};
+
+// The panels of K sets of M filters each.
+struct PanelGrid {
+    int64_t K, M, width, per_set;
+    PanelGrid(int64_t K, int64_t M, int64_t width) : K(K), M(M), width(width), per_set(ceil_div(M, width)) {}
+    int64_t size() const { return K * per_set; }
+    PanelPlace operator[](int64_t panel) const {
+        const int64_t first = panel % per_set * width;
+        return {panel / per_set, first, std::min(width, M - first)};
+    }
+};
+
+// panel[d, j] = from[j * stride + d], zero beyond `count` filters.
+template <typename T>
+void pack_panel(const T* from, int64_t stride, int64_t count, int64_t depth, int64_t width, T* panel) {
+    if (count < width) std::memset(panel, 0, depth * width * sizeof(T));
+    for (int64_t d = 0; d < depth; ++d) {
+        for (int64_t j = 0; j < count; ++j) panel[d * width + j] = from[j * stride + d];
+    }
+}
+
+// to[j * stride + d] = sum over r of panel[r * panel_stride + (d, j)], in the order of r.
+template <typename T>
+void unpack_panels(const T* panel, int64_t panels, int64_t panel_stride, int64_t count, int64_t depth, int64_t width,
+                   T* to, int64_t stride) {
+    for (int64_t d = 0; d < depth; ++d) {
+        for (int64_t j = 0; j < count; ++j) {
+            T sum = panel[d * width + j];
+            for (int64_t r = 1; r < panels; ++r) sum += panel[r * panel_stride + d * width + j];
+            to[j * stride + d] = sum;
+        }
+    }
+}
+
+// Rows of X, with a 1 at the end of each if there is a bias, as the products want them: where they are if possible,
+// else copied. A copy's row stride is an odd number of cache lines, so that a column does not fall into a few sets of
+// the cache.
+template <typename T>
+class RowTiles {
+   public:
+    RowTiles(const Matrix<T>& X, bool bias) : X_(X), bias_(bias) {
+        direct_ = X.is_direct() && !bias && X.row_stride * static_cast<int64_t>(sizeof(T)) < max_direct_stride;
+        const int64_t line = 64 / sizeof(T);
+        stride_ = direct_ ? X.row_stride : (ceil_div(depth(), line) | 1) * line;
+    }
+
+    int64_t depth() const { return X_.columns + bias_; }
+    int64_t stride() const { return stride_; }
+    int64_t scratch(int64_t rows) const { return direct_ ? 0 : rows * stride_; }
+
+    const T* get(int64_t row, int64_t count, T* scratch) const {
+        if (direct_) return X_.at(row, 0);
+        X_.copy(row, count, 0, X_.columns, scratch, stride_);
+        if (bias_) {
+            for (int64_t i = 0; i < count; ++i) scratch[i * stride_ + X_.columns] = 1;
+        }
+        return scratch;
+    }
+
+   private:
+    static constexpr int64_t max_direct_stride = 1024;
+    Matrix<T> X_;
+    bool bias_, direct_;
+    int64_t stride_;
+};
+
+// A tile of the columns of C that belong to one panel: where it is if possible, else copied with zeros at the end.
+template <typename T>
+struct CoefficientTile {
+    const T* data;
+    int64_t stride;
+
+    CoefficientTile(const Matrix<T>& C, int64_t row, int64_t rows, const PanelPlace& place, int64_t width, T* scratch) {
+        if (C.is_direct() && place.count == width) {
+            data = C.at(row, place.first);
+            stride = C.row_stride;
+            return;
+        }
+        if (place.count < width) std::memset(scratch, 0, rows * width * sizeof(T));
+        C.copy(row, rows, place.first, place.count, scratch, width);
+        data = scratch;
+        stride = width;
+    }
+};
+
+}  // namespace s3d

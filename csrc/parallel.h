@@ -1,0 +1,68 @@
+// Tasks shared out over PyTorch's threads, and each thread's scratch memory.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+namespace s3d {
+
+// Calls task(i) for all i in [0, count). Threads take tasks as they become free; a task must write only to places that
+// are its own, so that results do not depend on who ran it when.
+template <typename Task>
+void run_tasks(int64_t count, const Task& task) {
+    std::atomic<int64_t> next{0};
+    at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+        for (int64_t i = next++; i < count; i = next++) task(i);
+    });
+}
+
+// Memory of the calling thread, kept for the next call: a fresh allocation costs a page fault per 4 KiB.
+class Scratch {
+   public:
+    static Scratch& of_thread() {
+        static thread_local Scratch scratch;
+        return scratch;
+    }
+
+    // Everything taken before is free again; `bytes` is what will be taken at the most.
+    void reset(std::size_t bytes) {
+        used_ = 0;
+        if (bytes <= size_) return;
+        std::free(memory_);
+        size_ = 0;
+        memory_ = static_cast<char*>(std::aligned_alloc(alignment, round_up(bytes)));
+        if (!memory_) throw std::bad_alloc();
+        size_ = round_up(bytes);
+    }
+
+    template <typename T>
+    T* take(int64_t count) {
+        char* result = memory_ + used_;
+        used_ += bytes_for<T>(count);
+        if (used_ > size_) throw std::bad_alloc();
+        return reinterpret_cast<T*>(result);
+    }
+
+    template <typename T>
+    static std::size_t bytes_for(int64_t count) {
+        return round_up(static_cast<std::size_t>(count) * sizeof(T));
+    }
+
+   private:
+    static constexpr std::size_t alignment = 64;
+    static std::size_t round_up(std::size_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
+
+    Scratch() = default;
+    ~Scratch() { std::free(memory_); }
+
+    char* memory_ = nullptr;
+    std::size_t size_ = 0, used_ = 0;
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace s3d

@@ -1,0 +1,222 @@
+// Loops over single entries: act''(z), weight rows after splits, and 16-bit numbers.
+
+// e^x for x <= 0, to about one unit in the last place; from where it would be subnormal on, it stays where it is.
+template <typename T>
+S3D_INLINE Vector<T> exp_negative(Vector<T> x) {
+    constexpr bool is_float = sizeof(T) == 4;
+    constexpr int mantissa = is_float ? 23 : 52;
+    x = maximum<T>(x, broadcast<T>(is_float ? T(-87.3) : T(-708.3)));
+    // x = k ln 2 + r with |r| <= ln 2 / 2; adding and taking away 1.5 * 2^mantissa rounds to the nearest integer.
+    const T round = T(1.5) * T(int64_t(1) << mantissa);
+    const Vector<T> shifted = x * T(1.4426950408889634074) + round;
+    const Vector<T> k = shifted - round;
+    const T high = is_float ? T(0.693359375) : T(0.693145751953125);
+    const T low = is_float ? T(-2.12194440054690583e-4) : T(1.42860682030941723212e-6);
+    const Vector<T> r = (x - k * high) - k * low;
+    // The Taylor polynomial: on this interval its first missing term is below half a unit in the last place.
+    constexpr int degree = is_float ? 8 : 13;
+    Vector<T> sum = broadcast<T>(1);
+#pragma GCC unroll 16
+    for (int i = degree; i >= 1; --i) sum = T(1) + sum * r * (T(1) / T(i));
+    const auto exponent = reinterpret_cast<Integers<T>>(shifted) << mantissa;
+    return reinterpret_cast<Vector<T>>(reinterpret_cast<Integers<T>>(sum) + exponent);
+}
+
+// sigmoid(x), and its derivative sigmoid(x) sigmoid(-x) without cancellation.
+template <typename T>
+struct Sigmoid {
+    Vector<T> value, slope;
+    S3D_INLINE explicit Sigmoid(Vector<T> x) {
+        const Vector<T> e = exp_negative<T>(-absolute<T>(x));
+        const Vector<T> inverse = T(1) / (T(1) + e);
+        slope = e * inverse * inverse;
+        value = select<T>(x < 0, e * inverse, inverse);
+    }
+};
+
+template <typename T>
+S3D_INLINE Vector<T> clamp(Vector<T> x, T bound) {
+    return maximum<T>(minimum<T>(x, broadcast<T>(bound)), broadcast<T>(-bound));
+}
+
+template <typename T, Curvature kind>
+S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
+    const T root_2pi = T(2.50662827463100050242);
+    const Vector<T> zero = {};
+    if constexpr (kind == Curvature::silu) {
+        const Sigmoid<T> s(z);
+        // z slope -> 0 for large z, where z alone may be infinite.
+        const Vector<T> bounded = clamp<T>(z, T(1e4));
+        return s.slope * (T(2) + bounded * (T(1) - T(2) * s.value));
+    } else if constexpr (kind == Curvature::gelu) {
+        const Vector<T> x = clamp<T>(z, T(40));
+        return (T(2) - x * x) * exp_negative<T>(x * x * T(-0.5)) / root_2pi;
+    } else if constexpr (kind == Curvature::gelu_tanh) {
+        const T p = T(0.79788456080286535588), q = T(0.044715);
+        const Vector<T> x = clamp<T>(z, T(10));
+        const Vector<T> u = p * (x + q * x * x * x);
+        const Vector<T> du = p * (T(1) + T(3) * q * x * x), ddu = T(6) * p * q * x;
+        const Sigmoid<T> s(u * T(2));
+        const Vector<T> t = T(2) * s.value - T(1);
+        return T(4) * s.slope * (du + T(0.5) * x * (ddu - T(2) * t * du * du));
+    } else if constexpr (kind == Curvature::softplus) {
+        return select<T>(a * z > b, zero, a * Sigmoid<T>(a * z).slope);
+    } else if constexpr (kind == Curvature::tanh) {
+        const Sigmoid<T> s(z * T(2));
+        return T(-8) * (T(2) * s.value - T(1)) * s.slope;
+    } else if constexpr (kind == Curvature::sigmoid) {
+        const Sigmoid<T> s(z);
+        return s.slope * (T(1) - T(2) * s.value);
+    } else if constexpr (kind == Curvature::elu) {
+        return select<T>(z > 0, zero, a * exp_negative<T>(minimum<T>(z, zero)));
+    } else if constexpr (kind == Curvature::hardswish) {
+        return select<T>(absolute<T>(z) < T(3), broadcast<T>(T(1) / T(3)), zero);
+    } else if constexpr (kind == Curvature::gaussian) {
+        const Vector<T> x = clamp<T>(z, T(40));
+        return (x * x - T(1)) * exp_negative<T>(x * x * T(-0.5));
+    } else {
+        return zero;
+    }
+}
+
+template <typename T>
+struct Entries {
+    template <Curvature kind>
+    static S3D_INLINE Vector<T> coefficient(const CurvatureFormula& formula, Vector<T> g, Vector<T> z,
+                                            Vector<T> scale) {
+        Vector<T> second = smooth_curvature<T, kind>(z, T(formula.a), T(formula.b));
+        const T beta = T(formula.sharpness);
+        for (int i = 0; i < formula.kinks; ++i) {
+            const Vector<T> slope = Sigmoid<T>(beta * (z - T(formula.kink_at[i]))).slope;
+            second += (T(formula.kink_jump[i]) * beta) * slope;
+        }
+        return g * second * (scale * scale);
+    }
+
+    template <Curvature kind>
+    static void all(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, int64_t count, T* out) {
+        const Vector<T> one = broadcast<T>(1);
+        int64_t i = 0;
+        for (; i + lanes<T> <= count; i += lanes<T>) {
+            store<T>(out + i, coefficient<kind>(formula, load(g + i), load(z + i), scale ? load(scale + i) : one));
+        }
+        if (i < count) {
+            T last[3][lanes<T>] = {};
+            for (int64_t k = i; k < count; ++k) {
+                last[0][k - i] = g[k], last[1][k - i] = z[k], last[2][k - i] = scale ? scale[k] : T(1);
+            }
+            store<T>(last[0], coefficient<kind>(formula, load(last[0]), load(last[1]), load(last[2])));
+            for (int64_t k = i; k < count; ++k) out[k] = last[0][k - i];
+        }
+    }
+
+    static void curvature(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, int64_t count,
+                          T* out) {
+        switch (formula.curvature) {
+#define S3D_CASE(kind) \
+    case Curvature::kind: return all<Curvature::kind>(formula, g, z, scale, count, out);
+            S3D_CASE(none)
+            S3D_CASE(silu)
+            S3D_CASE(gelu)
+            S3D_CASE(gelu_tanh)
+            S3D_CASE(softplus)
+            S3D_CASE(tanh)
+            S3D_CASE(sigmoid)
+            S3D_CASE(elu)
+            S3D_CASE(hardswish)
+            S3D_CASE(gaussian)
+#undef S3D_CASE
+        }
+    }
+
+    // The entries [begin, end) of a grown row, one by one.
+    static S3D_INLINE void grow_entries(const T* row, T row_scale, const T* shift, const Columns<T>* columns,
+                                        const T* column_scale, int64_t begin, int64_t end, T* out) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t from = columns ? columns->index[i] : i;
+            T value = row[from] * row_scale;
+            if (shift) value += shift[from];
+            out[i] = column_scale ? value * column_scale[i] : value;
+        }
+    }
+
+    template <bool has_shift, bool has_columns, bool has_column_scale>
+    static S3D_INLINE void grow(const T* row, T row_scale, const T* shift, const Columns<T>* columns,
+                                const T* column_scale, int64_t count, T* out) {
+        constexpr int L = lanes<T>;
+        int64_t i = 0;
+        for (; i + L <= count; i += L) {
+            Vector<T> value, moved = {};
+            if constexpr (!has_columns) {
+                value = load(row + i);
+                if constexpr (has_shift) moved = load(shift + i);
+            } else {
+#if S3D_CAN_PERMUTE
+                const int64_t first = columns->first[i / L];
+                if (first < 0) {
+                    grow_entries(row, row_scale, shift, columns, column_scale, i, i + L, out);
+                    continue;
+                }
+                const auto place = load(columns->place + i);
+                value = __builtin_shuffle(load(row + first), place);
+                if constexpr (has_shift) moved = __builtin_shuffle(load(shift + first), place);
+#else
+                grow_entries(row, row_scale, shift, columns, column_scale, i, i + L, out);
+                continue;
+#endif
+            }
+            value *= row_scale;
+            if constexpr (has_shift) value += moved;
+            if constexpr (has_column_scale) value *= load(column_scale + i);
+            store<T>(out + i, value);
+        }
+        grow_entries(row, row_scale, shift, columns, column_scale, i, count, out);
+    }
+
+    static void grow_row(const T* row, T row_scale, const T* shift, const Columns<T>* columns, const T* column_scale,
+                         int64_t count, T* out) {
+        if (columns) {
+            if (shift && column_scale) return grow<true, true, true>(row, row_scale, shift, columns, column_scale, count, out);
+            if (shift) return grow<true, true, false>(row, row_scale, shift, columns, column_scale, count, out);
+            if (column_scale) return grow<false, true, true>(row, row_scale, shift, columns, column_scale, count, out);
+            return grow<false, true, false>(row, row_scale, shift, columns, column_scale, count, out);
+        }
+        if (shift && column_scale) return grow<true, false, true>(row, row_scale, shift, columns, column_scale, count, out);
+        if (shift) return grow<true, false, false>(row, row_scale, shift, columns, column_scale, count, out);
+        if (column_scale) return grow<false, false, true>(row, row_scale, shift, columns, column_scale, count, out);
+        return grow<false, false, false>(row, row_scale, shift, columns, column_scale, count, out);
+    }
+};
+
+static void widen_bfloat16(const uint16_t* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+        __builtin_memcpy(to + i, &bits, 4);
+    }
+}
+
+static void widen_float16(const uint16_t* from, int64_t count, float* to) {
+    int64_t i = 0;
+#if S3D_VECTOR_BYTES == 64
+    for (; i + 16 <= count; i += 16) {
+        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+    }
+#elif S3D_VECTOR_BYTES == 32
+    for (; i + 8 <= count; i += 8) {
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+    }
+#endif
+    for (; i < count; ++i) {
+        // Exponent and mantissa moved into place make the number times 2^-112, exactly, subnormals included.
+        const uint32_t magnitude = static_cast<uint32_t>(from[i] & 0x7fff) << 13;
+        float value;
+        __builtin_memcpy(&value, &magnitude, 4);
+        value *= 0x1p112f;
+        uint32_t bits;
+        __builtin_memcpy(&bits, &value, 4);
+        // Infinity and NaN have all bits of the exponent set in either format.
+        if ((from[i] & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
+        bits |= static_cast<uint32_t>(from[i] & 0x8000) << 16;
+        __builtin_memcpy(to + i, &bits, 4);
+    }
+}

@@ -1,0 +1,130 @@
+// The two matrix products of S v on panels: U = C * (X V) and out += X^T U.
+//
+// Both are one loop, `multiply`: a tile of S3D_TILE_ROWS x S3D_TILE_VECTORS vectors stays in registers while entries of
+// X are broadcast against vectors of a panel. The products differ only in which index of X runs along the tile.
+
+constexpr int tile_rows = S3D_TILE_ROWS;
+constexpr int tile_vectors = S3D_TILE_VECTORS;
+template <typename T>
+constexpr int width = tile_vectors * lanes<T>;
+
+// So many rows of V stay in the first-level cache while all rows of X pass by.
+constexpr int64_t depth_block = 256;
+
+template <typename T, int R>
+using Tile = Vector<T>[R][tile_vectors];
+
+// tile[i, :] += sum_k A[i * step_i + k * step_k] B[k, :].
+template <typename T, int R>
+S3D_INLINE void multiply(Tile<T, R>& tile, const T* A, int64_t step_i, int64_t step_k, int64_t depth, const T* B) {
+    for (int64_t k = 0; k < depth; ++k) {
+        Vector<T> b[tile_vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < tile_vectors; ++v) b[v] = load(B + k * width<T> + v * lanes<T>);
+#pragma GCC unroll 32
+        for (int i = 0; i < R; ++i) {
+            const T a = A[i * step_i + k * step_k];
+#pragma GCC unroll 4
+            for (int v = 0; v < tile_vectors; ++v) tile[i][v] += a * b[v];
+        }
+    }
+}
+
+template <typename T, int R>
+S3D_INLINE void load_tile(Tile<T, R>& tile, const T* from) {
+#pragma GCC unroll 32
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+        for (int v = 0; v < tile_vectors; ++v) tile[i][v] = load(from + i * width<T> + v * lanes<T>);
+}
+
+template <typename T, int R>
+S3D_INLINE void store_tile(const Tile<T, R>& tile, T* to) {
+#pragma GCC unroll 32
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+        for (int v = 0; v < tile_vectors; ++v) store(to + i * width<T> + v * lanes<T>, tile[i][v]);
+}
+
+// Calls kernel<R> with R = rows, for any 1 <= rows <= tile_rows.
+template <int R, template <int> class Kernel, typename... Arguments>
+S3D_INLINE void with_rows(int rows, const Arguments&... arguments) {
+    if constexpr (R == 1) {
+        Kernel<1>::run(arguments...);
+    } else {
+        if (rows == R)
+            Kernel<R>::run(arguments...);
+        else
+            with_rows<R - 1, Kernel>(rows, arguments...);
+    }
+}
+
+// Divides `count` into the fewest groups of at most tile_rows, all of nearly the same size: a last group of one or two
+// rows would leave the multipliers waiting for each other.
+struct Groups {
+    int64_t count, size, larger;
+    explicit Groups(int64_t total)
+        : count((total + tile_rows - 1) / tile_rows), size(count ? total / count : 0), larger(total - count * size) {}
+    int operator[](int64_t group) const { return static_cast<int>(size + (group < larger)); }
+};
+
+template <typename T>
+struct Panels {
+    template <int R>
+    struct Project {
+        static __attribute__((noinline)) void run(const T* X, int64_t x_stride, int64_t depth, const T* V, const T* C,
+                                                  int64_t c_stride, T* U, bool first) {
+            Tile<T, R> tile = {};
+            if (!first) load_tile<T, R>(tile, U);
+            if (C) {
+                // C is read once, a few bytes per row, which no hardware prefetcher sees coming: ask for the next rows.
+                for (int i = 0; i < R; ++i) __builtin_prefetch(C + (i + 2 * R) * c_stride);
+            }
+            multiply<T, R>(tile, X, x_stride, 1, depth, V);
+            if (C) {
+#pragma GCC unroll 32
+                for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+                    for (int v = 0; v < tile_vectors; ++v) tile[i][v] *= load(C + i * c_stride + v * lanes<T>);
+            }
+            store_tile<T, R>(tile, U);
+        }
+    };
+
+    template <int R>
+    struct Accumulate {
+        static __attribute__((noinline)) void run(const T* X, int64_t x_stride, int64_t rows, const T* U, T* out) {
+            Tile<T, R> tile;
+            load_tile<T, R>(tile, out);
+            multiply<T, R>(tile, X, 1, x_stride, rows, U);
+            store_tile<T, R>(tile, out);
+        }
+    };
+
+    static void project(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* V, const T* C,
+                        int64_t c_stride, T* U) {
+        const Groups groups(rows);
+        for (int64_t start = 0; start < depth || start == 0; start += depth_block) {
+            const int64_t block = depth - start < depth_block ? depth - start : depth_block;
+            const bool last = start + block == depth;
+            int64_t n = 0;
+            for (int64_t group = 0; group < groups.count; ++group) {
+                const int size = groups[group];
+                with_rows<tile_rows, Project>(size, X + n * x_stride + start, x_stride, block, V + start * width<T>,
+                                              last && C ? C + n * c_stride : static_cast<const T*>(nullptr), c_stride,
+                                              U + n * width<T>, start == 0);
+                n += size;
+            }
+        }
+    }
+
+    static void accumulate(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, T* out) {
+        const Groups groups(depth);
+        int64_t d = 0;
+        for (int64_t group = 0; group < groups.count; ++group) {
+            const int size = groups[group];
+            with_rows<tile_rows, Accumulate>(size, X + d, x_stride, rows, U, out + d * width<T>);
+            d += size;
+        }
+    }
+};

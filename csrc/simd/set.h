@@ -1,0 +1,12 @@
+// Defines `instruction_set` from all loops of this folder: compiled once per instruction set, inside its namespace.
+#include "simd/vector.h"
+#include "simd/panel.h"
+#include "simd/elementwise.h"
+
+template <typename T>
+constexpr Kernels<T> table() {
+    return {width<T>, lanes<T>, Panels<T>::project, Panels<T>::accumulate, Entries<T>::curvature, Entries<T>::grow_row};
+}
+
+extern const InstructionSet instruction_set = {
+    S3D_ISA_NAME, table<float>(), table<double>(), {widen_bfloat16, widen_float16}};
