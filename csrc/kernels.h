@@ -60,8 +60,14 @@ struct Kernels {
     // out[d, :] += sum_n X[n, d] U[n, :].
     void (*accumulate)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, T* out);
 
-    // out[n] = g[n] * act''(z[n]) * scale[n]^2; scale may be null. out may be g.
-    void (*curvature)(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, int64_t count, T* out);
+    // Y[n, p] = X[n, a] X[n, b] for the pairs a <= b in the order (0, 0), (0, 1), ..., (1, 1), ...: `pairs` of them from
+    // number `first` on.
+    void (*pair_products)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, int64_t first, int64_t pairs, T* Y,
+                          int64_t y_stride);
+
+    // out[n] = g[n] * act''(z[n]) * factor * scale[n]^2; scale may be null. out may be g.
+    void (*curvature)(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor, int64_t count,
+                      T* out);
 
     // out[i] = (row[columns[i]] * row_scale + shift[columns[i]]) * column_scale[i]. shift, columns and column_scale
     // may be null: then nothing is added, columns[i] = i, and nothing is multiplied. Columns are in range.

@@ -1,7 +1,7 @@
 // A strided matrix in any storage type, read tile by tile in the type of the computation.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstring>
 

@@ -22,16 +22,40 @@ void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor&
 TORCH_LIBRARY(s3d_fast, m) {
     m.def("splitting_matvec(Tensor X, Tensor C, Tensor V, bool bias) -> Tensor");
     m.def("splitting_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] V, bool[] bias) -> Tensor[]");
+    m.def("edgeconv_matvec(Tensor X, Tensor winner, Tensor C, Tensor V, bool bias) -> Tensor");
+    m.def("splitting_matrices(Tensor X, Tensor C, bool bias) -> Tensor");
+    m.def("add_splitting_matrices(Tensor(a!) out, Tensor X, Tensor C, bool bias, float weight) -> Tensor(a!)");
+    m.def("curvature_coefficients(Tensor g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float sharpness) -> Tensor");
+    m.def("curvature_coefficients_(Tensor(a!) g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float sharpness) -> Tensor(a!)");
+    m.def("grow_weight(Tensor weight, Tensor rows, Tensor? row_scale, Tensor? shift, Tensor? shift_rows, Tensor? columns, Tensor? column_scale) -> Tensor");
+    m.def("krylov_extend(Tensor(a!) basis, Tensor product, Tensor(b!) alpha, Tensor(c!) beta, Tensor(d!) length, Tensor(e!) scale, int step) -> ()");
+    m.def("tridiagonal_extremes(Tensor alpha, Tensor beta, Tensor length) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
     m.impl("splitting_matvec", s3d::splitting_matvec);
     m.impl("splitting_matvec_grouped", s3d::splitting_matvec_grouped);
+    m.impl("edgeconv_matvec", s3d::edgeconv_matvec);
+    m.impl("splitting_matrices", s3d::splitting_matrices);
+    m.impl("add_splitting_matrices", s3d::add_splitting_matrices);
+    m.impl("curvature_coefficients", s3d::curvature_coefficients);
+    m.impl("curvature_coefficients_", s3d::curvature_coefficients_inplace);
+    m.impl("grow_weight", s3d::grow_weight);
+    m.impl("krylov_extend", s3d::krylov_extend);
+    m.impl("tridiagonal_extremes", s3d::tridiagonal_extremes);
 }
 
 TORCH_LIBRARY_IMPL(s3d_fast, Meta, m) {
     m.impl("splitting_matvec", s3d::splitting_matvec_meta);
     m.impl("splitting_matvec_grouped", s3d::splitting_matvec_grouped_meta);
+    m.impl("edgeconv_matvec", s3d::edgeconv_matvec_meta);
+    m.impl("splitting_matrices", s3d::splitting_matrices_meta);
+    m.impl("add_splitting_matrices", s3d::add_splitting_matrices_meta);
+    m.impl("curvature_coefficients", s3d::curvature_coefficients_meta);
+    m.impl("curvature_coefficients_", s3d::curvature_coefficients_inplace_meta);
+    m.impl("grow_weight", s3d::grow_weight_meta);
+    m.impl("krylov_extend", s3d::krylov_extend_meta);
+    m.impl("tridiagonal_extremes", s3d::tridiagonal_extremes_meta);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -1,9 +1,13 @@
 // The operators that the extension registers with PyTorch's dispatcher; `..._meta` gives shapes only.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
+#include <optional>
+#include <tuple>
 #include <vector>
 
 namespace s3d {
@@ -15,6 +19,55 @@ std::vector<at::Tensor> splitting_matvec_grouped(at::TensorList X, at::TensorLis
                                                  c10::List<bool> bias);
 std::vector<at::Tensor> splitting_matvec_grouped_meta(at::TensorList X, at::TensorList C, at::TensorList V,
                                                       c10::List<bool> bias);
+
+at::Tensor edgeconv_matvec(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
+                           bool bias);
+at::Tensor edgeconv_matvec_meta(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
+                                bool bias);
+
+at::Tensor splitting_matrices(const at::Tensor& X, const at::Tensor& C, bool bias);
+at::Tensor splitting_matrices_meta(const at::Tensor& X, const at::Tensor& C, bool bias);
+
+// out += weight * (the splitting matrices).
+at::Tensor& add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight);
+at::Tensor& add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias,
+                                        double weight);
+
+// C = g * act''(z) * scale^2, with one scale per entry of dimension `axis`; see CurvatureFormula for the rest.
+at::Tensor curvature_coefficients(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
+                                  int64_t axis, int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
+                                  at::ArrayRef<double> kink_jump, double sharpness);
+at::Tensor curvature_coefficients_meta(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
+                                       int64_t axis, int64_t curvature, double a, double b,
+                                       at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump, double sharpness);
+// The same, written over g.
+at::Tensor& curvature_coefficients_inplace(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
+                                           int64_t axis, int64_t curvature, double a, double b,
+                                           at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
+                                           double sharpness);
+at::Tensor& curvature_coefficients_inplace_meta(at::Tensor& g, const at::Tensor& z,
+                                                const std::optional<at::Tensor>& scale, int64_t axis, int64_t curvature,
+                                                double a, double b, at::ArrayRef<double> kink_at,
+                                                at::ArrayRef<double> kink_jump, double sharpness);
+
+at::Tensor grow_weight(const at::Tensor& weight, const at::Tensor& rows, const std::optional<at::Tensor>& row_scale,
+                       const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& shift_rows,
+                       const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale);
+at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows, const std::optional<at::Tensor>& row_scale,
+                            const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& shift_rows,
+                            const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale);
+
+// One Lanczos step of all filters: see reference.krylov_extend.
+void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta, at::Tensor& length,
+                   at::Tensor& scale, int64_t step);
+void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,
+                        at::Tensor& length, at::Tensor& scale, int64_t step);
+
+// The extreme eigenpairs of symmetric tridiagonal matrices: see reference.tridiagonal_extremes.
+std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes(const at::Tensor& alpha, const at::Tensor& beta,
+                                                        const at::Tensor& length);
+std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& alpha, const at::Tensor& beta,
+                                                             const at::Tensor& length);
 
 // Raises unless `compute` is float32 or float64 and `tensor` is stored in that type, or in 16 bits for float32.
 void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor& compute);

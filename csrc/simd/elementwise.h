@@ -81,40 +81,59 @@ S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
 
 template <typename T>
 struct Entries {
+    static void pair_products(const T* X, int64_t x_stride, int64_t rows, int64_t depth, int64_t first, int64_t pairs,
+                              T* Y, int64_t y_stride) {
+        int64_t start = 0, skipped = 0;
+        while (skipped + depth - start <= first) skipped += depth - start++;
+        for (int64_t n = 0; n < rows; ++n) {
+            const T* x = X + n * x_stride;
+            T* y = Y + n * y_stride;
+            int64_t a = start, b = start + first - skipped, left = pairs;
+            while (left > 0) {
+                const int64_t count = depth - b < left ? depth - b : left;
+                for (int64_t i = 0; i < count; ++i) y[i] = x[a] * x[b + i];
+                y += count;
+                left -= count;
+                b = ++a;
+            }
+        }
+    }
+
     template <Curvature kind>
-    static S3D_INLINE Vector<T> coefficient(const CurvatureFormula& formula, Vector<T> g, Vector<T> z,
-                                            Vector<T> scale) {
+    static S3D_INLINE Vector<T> coefficient(const CurvatureFormula& formula, Vector<T> g, Vector<T> z, Vector<T> scale,
+                                            T factor) {
         Vector<T> second = smooth_curvature<T, kind>(z, T(formula.a), T(formula.b));
         const T beta = T(formula.sharpness);
         for (int i = 0; i < formula.kinks; ++i) {
             const Vector<T> slope = Sigmoid<T>(beta * (z - T(formula.kink_at[i]))).slope;
             second += (T(formula.kink_jump[i]) * beta) * slope;
         }
-        return g * second * (scale * scale);
+        return g * second * (scale * scale * factor);
     }
 
     template <Curvature kind>
-    static void all(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, int64_t count, T* out) {
+    static void all(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor, int64_t count,
+                    T* out) {
         const Vector<T> one = broadcast<T>(1);
         int64_t i = 0;
         for (; i + lanes<T> <= count; i += lanes<T>) {
-            store<T>(out + i, coefficient<kind>(formula, load(g + i), load(z + i), scale ? load(scale + i) : one));
+            store<T>(out + i, coefficient<kind>(formula, load(g + i), load(z + i), scale ? load(scale + i) : one, factor));
         }
         if (i < count) {
             T last[3][lanes<T>] = {};
             for (int64_t k = i; k < count; ++k) {
                 last[0][k - i] = g[k], last[1][k - i] = z[k], last[2][k - i] = scale ? scale[k] : T(1);
             }
-            store<T>(last[0], coefficient<kind>(formula, load(last[0]), load(last[1]), load(last[2])));
+            store<T>(last[0], coefficient<kind>(formula, load(last[0]), load(last[1]), load(last[2]), factor));
             for (int64_t k = i; k < count; ++k) out[k] = last[0][k - i];
         }
     }
 
-    static void curvature(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, int64_t count,
-                          T* out) {
+    static void curvature(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor,
+                          int64_t count, T* out) {
         switch (formula.curvature) {
 #define S3D_CASE(kind) \
-    case Curvature::kind: return all<Curvature::kind>(formula, g, z, scale, count, out);
+    case Curvature::kind: return all<Curvature::kind>(formula, g, z, scale, factor, count, out);
             S3D_CASE(none)
             S3D_CASE(silu)
             S3D_CASE(gelu)

@@ -5,7 +5,13 @@
 
 template <typename T>
 constexpr Kernels<T> table() {
-    return {width<T>, lanes<T>, Panels<T>::project, Panels<T>::accumulate, Entries<T>::curvature, Entries<T>::grow_row};
+    return {width<T>,
+            lanes<T>,
+            Panels<T>::project,
+            Panels<T>::accumulate,
+            Entries<T>::pair_products,
+            Entries<T>::curvature,
+            Entries<T>::grow_row};
 }
 
 extern const InstructionSet instruction_set = {

@@ -1,0 +1,178 @@
+// S_j v_j for every EdgeConv filter, in the point-level form; no tensor over edges is formed.
+//
+// The row of point i and filter j is its winning edge [x_w - x_i, x_i]. With v = [a, b],
+//     u = a.x_w + (b - a).x_i,  t = C u,  S v = [sum_i t (x_w - x_i), sum_i t x_i]:
+// products over points, a gather and a scatter. A task is a panel of filters against a slice of the clouds.
+#include "operators.h"
+#include "panels.h"
+
+namespace s3d {
+namespace {
+
+constexpr int64_t tile_rows = 96;
+constexpr int64_t tasks_per_thread = 8;
+
+template <typename T>
+class EdgeConvProduct {
+   public:
+    EdgeConvProduct(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V, bool bias,
+                    const at::Tensor& out)
+        : X_(X),
+          winner_(winner),
+          C_(C),
+          V_(V),
+          out_(out),
+          bias_(bias),
+          clouds_(X.size(0)),
+          points_(X.size(1)),
+          features_(X.size(2)),
+          panels_(V.size(0), V.size(1), kernels<T>().width),
+          sums_size_((2 * features_ + 1) * panels_.width),
+          slices_(std::clamp<int64_t>(ceil_div(at::get_num_threads() * tasks_per_thread, panels_.size()), 1,
+                                      std::max<int64_t>(1, clouds_))),
+          partials_(at::empty({slices_, panels_.size(), sums_size_}, out.options())) {}
+
+    void run() {
+        std::atomic<bool> in_range{true};
+        run_tasks(slices_ * panels_.size(), [&](int64_t task) {
+            if (!run_task(task % slices_, task / slices_)) in_range = false;
+        });
+        TORCH_CHECK_INDEX(in_range, "winner must lie in [0, ", points_, ")");
+        run_tasks(panels_.size(), [&](int64_t panel) {
+            const PanelPlace place = panels_[panel];
+            const int64_t depth = 2 * features_ + bias_;
+            unpack_panels(partials_.const_data_ptr<T>() + panel * sums_size_, slices_, panels_.size() * sums_size_,
+                          place.count, depth, panels_.width,
+                          out_.mutable_data_ptr<T>() + (place.k * panels_.M + place.first) * depth, depth);
+        });
+    }
+
+   private:
+    // Returns whether all winners are in range.
+    bool run_task(int64_t slice, int64_t panel) const {
+        const Kernels<T>& kernel = kernels<T>();
+        const PanelPlace place = panels_[panel];
+        const int64_t width = panels_.width, tile = tile_rows * width;
+        const RowTiles<T> any_cloud(Matrix<T>(X_[0]), false);
+
+        Scratch& scratch = Scratch::of_thread();
+        scratch.reset(2 * Scratch::bytes_for<T>(features_ * width) + 2 * Scratch::bytes_for<T>(points_ * width) +
+                      2 * Scratch::bytes_for<T>(tile) + Scratch::bytes_for<T>(any_cloud.scratch(tile_rows)) +
+                      Scratch::bytes_for<T>(tile_rows));
+        T* a = scratch.take<T>(features_ * width);
+        T* b_less_a = scratch.take<T>(features_ * width);
+        T* projected = scratch.take<T>(points_ * width);  // a.x of all points
+        T* received = scratch.take<T>(points_ * width);   // what a point gets as a winner, less what it gives
+        T* t = scratch.take<T>(tile);
+        T* c_copy = scratch.take<T>(tile);
+        T* x_copy = scratch.take<T>(any_cloud.scratch(tile_rows));
+        T* ones = scratch.take<T>(tile_rows);
+        std::fill(ones, ones + tile_rows, T(1));
+
+        const T* v = V_.const_data_ptr<T>() + place.k * V_.stride(0) + place.first * V_.stride(1);
+        pack_panel(v, V_.stride(1), place.count, features_, width, a);
+        pack_panel(v + features_, V_.stride(1), place.count, features_, width, b_less_a);
+        for (int64_t i = 0; i < features_ * width; ++i) b_less_a[i] -= a[i];
+
+        T* sums = partials_.mutable_data_ptr<T>() + (slice * panels_.size() + panel) * sums_size_;
+        T* sums_a = sums;
+        T* sums_b = sums + features_ * width;
+        T* sums_bias = sums + 2 * features_ * width;
+        std::memset(sums, 0, sums_size_ * sizeof(T));
+
+        bool in_range = true;
+        for (int64_t cloud = clouds_ * slice / slices_; cloud < clouds_ * (slice + 1) / slices_; ++cloud) {
+            const RowTiles<T> X(Matrix<T>(X_[cloud]), false);
+            const Matrix<T> C(C_[cloud]);
+            for (int64_t row = 0; row < points_; row += tile_rows) {
+                const int64_t rows = std::min(tile_rows, points_ - row);
+                const T* x = X.get(row, rows, x_copy);
+                kernel.project(x, X.stride(), rows, features_, a, nullptr, 0, projected + row * width);
+            }
+            std::memset(received, 0, points_ * width * sizeof(T));
+            for (int64_t row = 0; row < points_; row += tile_rows) {
+                const int64_t rows = std::min(tile_rows, points_ - row);
+                const T* x = X.get(row, rows, x_copy);
+                kernel.project(x, X.stride(), rows, features_, b_less_a, nullptr, 0, t);
+                const CoefficientTile<T> c(C, row, rows, place, width, c_copy);
+                in_range &= exchange(cloud, row, rows, place, v, c, projected, received, t);
+                kernel.accumulate(x, X.stride(), rows, features_, t, sums_b);
+                if (bias_) kernel.accumulate(ones, 1, rows, 1, t, sums_bias);
+            }
+            for (int64_t row = 0; row < points_; row += tile_rows) {
+                const int64_t rows = std::min(tile_rows, points_ - row);
+                kernel.accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width,
+                                  sums_a);
+            }
+        }
+        return in_range;
+    }
+
+    // t = C * (projected[winner] + t + bias); then every point gives its t to its winner. Returns whether all winners
+    // are in range; one that is not counts as point 0.
+    bool exchange(int64_t cloud, int64_t row, int64_t rows, const PanelPlace& place, const T* v,
+                  const CoefficientTile<T>& c, const T* projected, T* received, T* t) const {
+        const int64_t width = panels_.width;
+        bool in_range = true;
+        for (int64_t i = 0; i < rows; ++i) {
+            const int64_t* winner =
+                winner_.const_data_ptr<int64_t>() + cloud * winner_.stride(0) + (row + i) * winner_.stride(1) + place.first;
+            const T* c_row = c.data + i * c.stride;
+            T* t_row = t + i * width;
+            T* given = received + (row + i) * width;
+            for (int64_t j = 0; j < place.count; ++j) {
+                uint64_t w = static_cast<uint64_t>(winner[j]);
+                if (w >= static_cast<uint64_t>(points_)) in_range = false, w = 0;
+                T u = projected[w * width + j] + t_row[j];
+                if (bias_) u += v[j * V_.stride(1) + 2 * features_];
+                t_row[j] = c_row[j] * u;
+                received[w * width + j] += t_row[j];
+                given[j] -= t_row[j];
+            }
+            for (int64_t j = place.count; j < width; ++j) t_row[j] = 0;
+        }
+        return in_range;
+    }
+
+    const at::Tensor X_, winner_, C_, V_, out_;
+    const bool bias_;
+    const int64_t clouds_, points_, features_;
+    const PanelGrid panels_;
+    const int64_t sums_size_, slices_;
+    const at::Tensor partials_;  // (slices, panels, 2 features + 1, width)
+};
+
+}  // namespace
+
+at::Tensor edgeconv_matvec_meta(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
+                                bool bias) {
+    check_storage("X", X, V);
+    check_storage("C", C, V);
+    TORCH_CHECK_VALUE(X.dim() == 3, "X must have shape (B, P, F), got ", X.sizes());
+    TORCH_CHECK_VALUE(C.dim() == 3 && C.size(0) == X.size(0) && C.size(1) == X.size(1), "C must have shape (", X.size(0),
+                      ", ", X.size(1), ", M), got ", C.sizes());
+    TORCH_CHECK_TYPE(winner.scalar_type() == at::kLong, "winner must be int64, got ", winner.scalar_type());
+    TORCH_CHECK_VALUE(winner.sizes() == C.sizes(), "winner must have shape ", C.sizes(), ", got ", winner.sizes());
+    TORCH_CHECK_VALUE(winner.device() == X.device(), "winner must be on ", X.device(), ", got ", winner.device());
+    TORCH_CHECK_VALUE(V.dim() == 2 || V.dim() == 3, "V must have shape (M, D) or (K, M, D), got ", V.sizes());
+    TORCH_CHECK_VALUE(V.size(-2) == C.size(2) && V.size(-1) == 2 * X.size(2) + bias, "V must have shape (..., ",
+                      C.size(2), ", ", 2 * X.size(2) + bias, "), got ", V.sizes());
+    return at::empty(V.sizes(), V.options());
+}
+
+at::Tensor edgeconv_matvec(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
+                           bool bias) {
+    at::Tensor result = edgeconv_matvec_meta(X, winner, C, V, bias);
+    if (result.numel() == 0 || C.numel() == 0) return result.zero_();
+    const at::Tensor places = winner.stride(-1) == 1 ? winner : winner.contiguous();
+    const at::Tensor v = V.stride(-1) == 1 ? V : V.contiguous();
+    const at::Tensor v3 = v.dim() == 3 ? v : v.unsqueeze(0);
+    if (V.scalar_type() == at::kFloat) {
+        EdgeConvProduct<float>(X, places, C, v3, bias, result).run();
+    } else {
+        EdgeConvProduct<double>(X, places, C, v3, bias, result).run();
+    }
+    return result;
+}
+
+}  // namespace s3d
