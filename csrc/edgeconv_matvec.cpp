@@ -58,7 +58,7 @@ class EdgeConvProduct {
         Scratch& scratch = Scratch::of_thread();
         scratch.reset(2 * Scratch::bytes_for<T>(features_ * width) + 2 * Scratch::bytes_for<T>(points_ * width) +
                       2 * Scratch::bytes_for<T>(tile) + Scratch::bytes_for<T>(any_cloud.scratch(tile_rows)) +
-                      Scratch::bytes_for<T>(tile_rows));
+                      Scratch::bytes_for<T>(tile_rows) + Scratch::bytes_for<T>(width));
         T* a = scratch.take<T>(features_ * width);
         T* b_less_a = scratch.take<T>(features_ * width);
         T* projected = scratch.take<T>(points_ * width);  // a.x of all points
@@ -67,12 +67,15 @@ class EdgeConvProduct {
         T* c_copy = scratch.take<T>(tile);
         T* x_copy = scratch.take<T>(any_cloud.scratch(tile_rows));
         T* ones = scratch.take<T>(tile_rows);
+        T* offset = scratch.take<T>(width);
         std::fill(ones, ones + tile_rows, T(1));
 
         const T* v = V_.const_data_ptr<T>() + place.k * V_.stride(0) + place.first * V_.stride(1);
         pack_panel(v, V_.stride(1), place.count, features_, width, a);
         pack_panel(v + features_, V_.stride(1), place.count, features_, width, b_less_a);
         for (int64_t i = 0; i < features_ * width; ++i) b_less_a[i] -= a[i];
+        std::fill(offset, offset + width, T(0));
+        for (int64_t j = 0; bias_ && j < place.count; ++j) offset[j] = v[j * V_.stride(1) + 2 * features_];
 
         T* sums = partials_.mutable_data_ptr<T>() + (slice * panels_.size() + panel) * sums_size_;
         T* sums_a = sums;
@@ -80,7 +83,6 @@ class EdgeConvProduct {
         T* sums_bias = sums + 2 * features_ * width;
         std::memset(sums, 0, sums_size_ * sizeof(T));
 
-        bool in_range = true;
         for (int64_t cloud = clouds_ * slice / slices_; cloud < clouds_ * (slice + 1) / slices_; ++cloud) {
             const RowTiles<T> X(Matrix<T>(X_[cloud]), false);
             const Matrix<T> C(C_[cloud]);
@@ -95,7 +97,12 @@ class EdgeConvProduct {
                 const T* x = X.get(row, rows, x_copy);
                 kernel.project(x, X.stride(), rows, features_, b_less_a, nullptr, 0, t);
                 const CoefficientTile<T> c(C, row, rows, place, width, c_copy);
-                in_range &= exchange(cloud, row, rows, place, v, c, projected, received, t);
+                const int64_t* winner = winner_.const_data_ptr<int64_t>() + cloud * winner_.stride(0) +
+                                        row * winner_.stride(1) + place.first;
+                if (!kernel.exchange(winner, winner_.stride(1), row, rows, points_, place.count, c.data, c.stride,
+                                     offset, projected, received, t)) {
+                    return false;
+                }
                 kernel.accumulate(x, X.stride(), rows, features_, t, sums_b);
                 if (bias_) kernel.accumulate(ones, 1, rows, 1, t, sums_bias);
             }
@@ -105,33 +112,7 @@ class EdgeConvProduct {
                                   sums_a);
             }
         }
-        return in_range;
-    }
-
-    // t = C * (projected[winner] + t + bias); then every point gives its t to its winner. Returns whether all winners
-    // are in range; one that is not counts as point 0.
-    bool exchange(int64_t cloud, int64_t row, int64_t rows, const PanelPlace& place, const T* v,
-                  const CoefficientTile<T>& c, const T* projected, T* received, T* t) const {
-        const int64_t width = panels_.width;
-        bool in_range = true;
-        for (int64_t i = 0; i < rows; ++i) {
-            const int64_t* winner =
-                winner_.const_data_ptr<int64_t>() + cloud * winner_.stride(0) + (row + i) * winner_.stride(1) + place.first;
-            const T* c_row = c.data + i * c.stride;
-            T* t_row = t + i * width;
-            T* given = received + (row + i) * width;
-            for (int64_t j = 0; j < place.count; ++j) {
-                uint64_t w = static_cast<uint64_t>(winner[j]);
-                if (w >= static_cast<uint64_t>(points_)) in_range = false, w = 0;
-                T u = projected[w * width + j] + t_row[j];
-                if (bias_) u += v[j * V_.stride(1) + 2 * features_];
-                t_row[j] = c_row[j] * u;
-                received[w * width + j] += t_row[j];
-                given[j] -= t_row[j];
-            }
-            for (int64_t j = place.count; j < width; ++j) t_row[j] = 0;
-        }
-        return in_range;
+        return true;
     }
 
     const at::Tensor X_, winner_, C_, V_, out_;

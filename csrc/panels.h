@@ -44,16 +44,24 @@ void unpack_panels(const T* panel, int64_t panels, int64_t panel_stride, int64_t
     }
 }
 
+// The row stride of a scratch matrix: an odd number of cache lines, so that the entries of a column do not all fall into
+// a few sets of the cache.
+template <typename T>
+int64_t odd_lines(int64_t columns) {
+    const int64_t line = 64 / sizeof(T);
+    return (ceil_div(columns, line) | 1) * line;
+}
+
 // Rows of X, with a 1 at the end of each if there is a bias, as the products want them: where they are if possible,
-// else copied. A copy's row stride is an odd number of cache lines, so that a column does not fall into a few sets of
-// the cache.
+// else copied.
 template <typename T>
 class RowTiles {
    public:
-    RowTiles(const Matrix<T>& X, bool bias) : X_(X), bias_(bias) {
-        direct_ = X.is_direct() && !bias && X.row_stride * static_cast<int64_t>(sizeof(T)) < max_direct_stride;
-        const int64_t line = 64 / sizeof(T);
-        stride_ = direct_ ? X.row_stride : (ceil_div(depth(), line) | 1) * line;
+    // With `room`, at least so many entries may be read beyond the end of a row.
+    RowTiles(const Matrix<T>& X, bool bias, int64_t room = 0) : X_(X), bias_(bias) {
+        const int64_t bytes = X.row_stride * static_cast<int64_t>(sizeof(T));
+        direct_ = X.is_direct() && !bias && room == 0 && bytes < max_direct_stride;
+        stride_ = direct_ ? X.row_stride : odd_lines<T>(depth() + room);
     }
 
     int64_t depth() const { return X_.columns + bias_; }

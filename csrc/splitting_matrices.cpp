@@ -8,8 +8,10 @@
 namespace s3d {
 namespace {
 
+// A tile of Y, so many rows and pairs, stays in the first-level cache while all panels pass by.
 constexpr int64_t tile_rows = 96;
-constexpr int64_t pairs_per_block = 528;
+constexpr int64_t tile_pairs = 36;
+constexpr int64_t pairs_per_block = 576;
 constexpr int64_t panels_per_task = 16;
 constexpr int64_t partial_bytes = 2 << 20;
 constexpr int64_t tasks_per_thread = 4;
@@ -19,7 +21,7 @@ class DenseMatrices {
    public:
     // out = S, or out += weight * S if asked to add.
     DenseMatrices(const at::Tensor& X, const at::Tensor& C, bool bias, const at::Tensor& out, T weight, bool add)
-        : X_(Matrix<T>(X), bias),
+        : X_(Matrix<T>(X), bias, kernels<T>().lanes),
           C_(C),
           out_(out),
           weight_(weight),
@@ -57,13 +59,13 @@ class DenseMatrices {
         const int64_t pairs = pairs_ * (pair_block + 1) / pair_blocks_ - first_pair;
         const int64_t first = panel_block * panels_per_task;
         const int64_t count = std::min(panels_per_task, panels_.size() - first);
-        const int64_t line = 64 / sizeof(T), stride = (ceil_div(pairs, line) | 1) * line;
+        const int64_t stride = odd_lines<T>(tile_pairs + kernel.lanes), c_size = tile_rows * width;
 
         Scratch& scratch = Scratch::of_thread();
-        scratch.reset(Scratch::bytes_for<T>(tile_rows * stride) + Scratch::bytes_for<T>(tile_rows * width) +
+        scratch.reset(Scratch::bytes_for<T>(tile_rows * stride) + Scratch::bytes_for<T>(count * c_size) +
                       Scratch::bytes_for<T>(X_.scratch(tile_rows)) + Scratch::bytes_for<T>(count * pairs * width));
         T* products = scratch.take<T>(tile_rows * stride);
-        T* c = scratch.take<T>(tile_rows * width);
+        T* c = scratch.take<T>(count * c_size);
         T* x_copy = scratch.take<T>(X_.scratch(tile_rows));
         T* own_sums = scratch.take<T>(count * pairs * width);
 
@@ -79,12 +81,17 @@ class DenseMatrices {
         for (int64_t row = begin; row < end; row += tile_rows) {
             const int64_t rows = std::min(tile_rows, end - row);
             const T* x = X_.get(row, rows, x_copy);
-            kernel.pair_products(x, X_.stride(), rows, depth_, first_pair, pairs, products, stride);
             for (int64_t p = 0; p < count; ++p) {
                 const PanelPlace place = panels_[first + p];
-                if (place.count < width) std::memset(c, 0, rows * width * sizeof(T));
-                C_.copy(row, rows, place.first, place.count, c, width);
-                kernel.accumulate(products, stride, rows, pairs, c, sums(p));
+                if (place.count < width) std::memset(c + p * c_size, 0, rows * width * sizeof(T));
+                C_.copy(row, rows, place.first, place.count, c + p * c_size, width);
+            }
+            for (int64_t pair = 0; pair < pairs; pair += tile_pairs) {
+                const int64_t some = std::min(tile_pairs, pairs - pair);
+                kernel.pair_products(x, X_.stride(), rows, depth_, first_pair + pair, some, products, stride);
+                for (int64_t p = 0; p < count; ++p) {
+                    kernel.accumulate(products, stride, rows, some, c + p * c_size, sums(p) + pair * width);
+                }
             }
         }
         if (slices_ == 1) {

@@ -14,10 +14,13 @@ S3D_INLINE Vector<T> exp_negative(Vector<T> x) {
     const T low = is_float ? T(-2.12194440054690583e-4) : T(1.42860682030941723212e-6);
     const Vector<T> r = (x - k * high) - k * low;
     // The Taylor polynomial: on this interval its first missing term is below half a unit in the last place.
-    constexpr int degree = is_float ? 8 : 13;
-    Vector<T> sum = broadcast<T>(1);
+    constexpr int degree = is_float ? 7 : 13;
+    constexpr double inverse_factorial[] = {1.,          1.,           1. / 2,        1. / 6,        1. / 24,
+                                            1. / 120,    1. / 720,     1. / 5040,     1. / 40320,    1. / 362880,
+                                            1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
+    Vector<T> sum = broadcast<T>(T(inverse_factorial[degree]));
 #pragma GCC unroll 16
-    for (int i = degree; i >= 1; --i) sum = T(1) + sum * r * (T(1) / T(i));
+    for (int i = degree - 1; i >= 0; --i) sum = T(inverse_factorial[i]) + sum * r;
     const auto exponent = reinterpret_cast<Integers<T>>(shifted) << mantissa;
     return reinterpret_cast<Vector<T>>(reinterpret_cast<Integers<T>>(sum) + exponent);
 }
@@ -81,21 +84,23 @@ S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
 
 template <typename T>
 struct Entries {
+    // Writes whole vectors, from the first pair to the last: what one run writes too much, the next one overwrites. Rows
+    // of X and Y are therefore followed by room for one vector.
     static void pair_products(const T* X, int64_t x_stride, int64_t rows, int64_t depth, int64_t first, int64_t pairs,
                               T* Y, int64_t y_stride) {
-        int64_t start = 0, skipped = 0;
-        while (skipped + depth - start <= first) skipped += depth - start++;
-        for (int64_t n = 0; n < rows; ++n) {
-            const T* x = X + n * x_stride;
-            T* y = Y + n * y_stride;
-            int64_t a = start, b = start + first - skipped, left = pairs;
-            while (left > 0) {
-                const int64_t count = depth - b < left ? depth - b : left;
-                for (int64_t i = 0; i < count; ++i) y[i] = x[a] * x[b + i];
-                y += count;
-                left -= count;
-                b = ++a;
+        int64_t a = 0, skipped = 0;
+        while (skipped + depth - a <= first) skipped += depth - a++;
+        int64_t b = a + first - skipped;
+        for (int64_t done = 0; done < pairs;) {
+            const int64_t count = depth - b < pairs - done ? depth - b : pairs - done;
+            for (int64_t n = 0; n < rows; ++n) {
+                const T* x = X + n * x_stride;
+                T* y = Y + n * y_stride + done;
+                const T left = x[a];
+                for (int64_t i = 0; i < count; i += lanes<T>) store<T>(y + i, left * load(x + b + i));
             }
+            done += count;
+            b = ++a;
         }
     }
 

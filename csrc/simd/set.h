@@ -2,6 +2,7 @@
 #include "simd/vector.h"
 #include "simd/panel.h"
 #include "simd/elementwise.h"
+#include "simd/exchange.h"
 
 template <typename T>
 constexpr Kernels<T> table() {
@@ -9,6 +10,7 @@ constexpr Kernels<T> table() {
             lanes<T>,
             Panels<T>::project,
             Panels<T>::accumulate,
+            Exchange<T>::run,
             Entries<T>::pair_products,
             Entries<T>::curvature,
             Entries<T>::grow_row};
