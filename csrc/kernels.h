@@ -78,6 +78,12 @@ struct Kernels {
     void (*curvature)(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor, int64_t count,
                       T* out);
 
+    // sum_i a[i] b[i].
+    T (*dot)(const T* a, const T* b, int64_t count);
+
+    // y += factor * x.
+    void (*add)(T factor, const T* x, int64_t count, T* y);
+
     // out[i] = (row[columns[i]] * row_scale + shift[columns[i]]) * column_scale[i]. shift, columns and column_scale
     // may be null: then nothing is added, columns[i] = i, and nothing is multiplied. Columns are in range.
     void (*grow_row)(const T* row, T row_scale, const T* shift, const Columns<T>* columns, const T* column_scale,

@@ -1,20 +1,11 @@
 // The parts of Lanczos that are small per filter and would be many small calls otherwise.
-#include <cmath>
-#include <limits>
-
+#include "kernels.h"
 #include "operators.h"
 #include "parallel.h"
+#include "tridiagonal.h"
 
 namespace s3d {
 namespace {
-
-template <typename T>
-T dot(const T* a, const T* b, int64_t count) {
-    T sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; ++i) sum += a[i] * b[i];
-    return sum;
-}
 
 // Squares of entries divided by the largest neither overflow nor underflow.
 template <typename T>
@@ -27,7 +18,6 @@ T safe_norm(const T* a, int64_t count) {
         for (int64_t i = 0; i < count; ++i) sum += std::abs(a[i]);
         return sum;
     }
-#pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < count; ++i) sum += (a[i] / largest) * (a[i] / largest);
     return std::sqrt(sum) * largest;
 }
@@ -38,7 +28,9 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
     const int64_t filters = basis.size(0), width = basis.size(2);
     const T noise = std::numeric_limits<T>::epsilon() * (T(10) + std::sqrt(static_cast<T>(width)));
     const int64_t per_task = std::max<int64_t>(1, 20000 / ((step + 1) * width));
+    const Kernels<T>& kernel = kernels<T>();
     run_tasks(ceil_div(filters, per_task), [&](int64_t task) {
+        std::vector<T> components(step + 1);
         for (int64_t j = task * per_task; j < std::min(filters, (task + 1) * per_task); ++j) {
             T* vectors = basis.mutable_data_ptr<T>() + j * basis.stride(0);
             T* next = vectors + (step + 1) * width;
@@ -55,19 +47,12 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
             dimension = step + 1;
             const T* from = product.const_data_ptr<T>() + j * product.stride(0);
             std::copy(from, from + width, next);
-            a = dot(vectors + step * width, next, width);
-            // Once removes the component along the space; twice removes what rounding left of it. The order is that of
-            // classical Gram-Schmidt: all components first, so that the result does not depend on theirs.
-            T components[1 << 7];
+            a = kernel.dot(vectors + step * width, next, width);
+            // Once removes the component along the space; twice removes what rounding left of it. All components first,
+            // as in the reference: classical Gram-Schmidt.
             for (int pass = 0; pass < 2; ++pass) {
-                for (int64_t start = 0; start <= step; start += 1 << 7) {
-                    const int64_t count = std::min<int64_t>(1 << 7, step + 1 - start);
-                    for (int64_t i = 0; i < count; ++i) components[i] = dot(vectors + (start + i) * width, next, width);
-                    for (int64_t i = 0; i < count; ++i) {
-                        const T* q = vectors + (start + i) * width;
-                        for (int64_t d = 0; d < width; ++d) next[d] -= components[i] * q[d];
-                    }
-                }
+                for (int64_t i = 0; i <= step; ++i) components[i] = kernel.dot(vectors + i * width, next, width);
+                for (int64_t i = 0; i <= step; ++i) kernel.add(-components[i], vectors + i * width, width, next);
             }
             b = safe_norm(next, width);
             largest = std::max(largest, std::abs(a) + b);
@@ -77,120 +62,20 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
     });
 }
 
-// How many eigenvalues of T lie below x; squares are those of the off-diagonal.
-int64_t count_below(const double* diagonal, const double* squares, int64_t n, double x, double tiny) {
-    int64_t below = 0;
-    double pivot = 1;
-    for (int64_t i = 0; i < n; ++i) {
-        pivot = diagonal[i] - x - (i ? squares[i - 1] / pivot : 0);
-        if (std::abs(pivot) < tiny) pivot = -tiny;
-        below += pivot < 0;
-    }
-    return below;
-}
-
-// The eigenvalue number `which` by bisection, to the last bits of the spectral radius.
-double bisect(const double* diagonal, const double* squares, int64_t n, int64_t which, double low, double high,
-              double tiny) {
-    while (true) {
-        const double middle = low + (high - low) / 2;
-        if (middle <= low || middle >= high || high - low <= 4 * tiny) return middle;
-        (count_below(diagonal, squares, n, middle, tiny) > which ? high : low) = middle;
-    }
-}
-
-// The eigenvector to an eigenvalue, by inverse iteration: (T - value) is factored with row exchanges, as it is singular
-// but for rounding. `work` holds 5 n numbers.
-void eigenvector(const double* diagonal, const double* off, int64_t n, double value, double tiny, double* work,
-                 double* x) {
-    double *d = work, *u = d + n, *uu = u + n, *l = uu + n, *swapped = l + n;
-    for (int64_t i = 0; i < n; ++i) {
-        d[i] = diagonal[i] - value;
-        u[i] = i + 1 < n ? off[i] : 0;
-        uu[i] = 0;
-    }
-    for (int64_t i = 0; i + 1 < n; ++i) {
-        double below = off[i];
-        swapped[i] = std::abs(below) > std::abs(d[i]);
-        if (swapped[i] != 0) {
-            std::swap(d[i], below);
-            std::swap(u[i], d[i + 1]);
-            std::swap(uu[i], u[i + 1]);
-        }
-        if (std::abs(d[i]) < tiny) d[i] = tiny;
-        l[i] = below / d[i];
-        d[i + 1] -= l[i] * u[i];
-        u[i + 1] -= l[i] * uu[i];
-    }
-    if (std::abs(d[n - 1]) < tiny) d[n - 1] = tiny;
-    // A start without any structure: by symmetry, a regular one may be orthogonal to what is sought.
-    uint64_t state = 0x9e3779b97f4a7c15u;
-    for (int64_t i = 0; i < n; ++i) {
-        state = state * 6364136223846793005u + 1442695040888963407u;
-        x[i] = 0.5 + static_cast<double>(state >> 40) / static_cast<double>(1 << 24);
-    }
-    for (int round = 0; round < 3; ++round) {
-        // The first factor's multipliers have no part in the first round: its start is arbitrary anyway.
-        for (int64_t i = 0; round && i + 1 < n; ++i) {
-            if (swapped[i] != 0) std::swap(x[i], x[i + 1]);
-            x[i + 1] -= l[i] * x[i];
-        }
-        for (int64_t i = n - 1; i >= 0; --i) {
-            double sum = x[i];
-            if (i + 1 < n) sum -= u[i] * x[i + 1];
-            if (i + 2 < n) sum -= uu[i] * x[i + 2];
-            x[i] = sum / d[i];
-        }
-        double largest = 0, squares = 0;
-        for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(x[i]));
-        for (int64_t i = 0; i < n; ++i) squares += (x[i] / largest) * (x[i] / largest);
-        const double norm = largest * std::sqrt(squares);
-        for (int64_t i = 0; i < n; ++i) x[i] /= norm;
-    }
-}
-
 template <typename T>
 void extremes(const at::Tensor& alpha, const at::Tensor& beta, const at::Tensor& length, const at::Tensor& values,
               const at::Tensor& vectors) {
-    const int64_t filters = alpha.size(0), steps = alpha.size(1);
-    run_tasks(ceil_div(filters, 4), [&](int64_t task) {
-        std::vector<double> memory(8 * steps);
-        double *diagonal = memory.data(), *off = diagonal + steps, *squares = off + steps, *work = squares + steps;
-        for (int64_t j = 4 * task; j < std::min(filters, 4 * task + 4); ++j) {
-            const T* a = alpha.const_data_ptr<T>() + j * alpha.stride(0);
-            const T* b = beta.const_data_ptr<T>() + j * beta.stride(0);
-            const int64_t n = length.const_data_ptr<int64_t>()[j];
-            double* value = values.mutable_data_ptr<double>() + 2 * j;
+    const int64_t filters = alpha.size(0), steps = alpha.size(1), per_task = 4;
+    run_tasks(ceil_div(filters, per_task), [&](int64_t task) {
+        std::vector<double> work(tridiagonal::work_size(steps));
+        for (int64_t j = task * per_task; j < std::min(filters, (task + 1) * per_task); ++j) {
             double* vector = vectors.mutable_data_ptr<double>() + 2 * j * steps;
+            double* const ends[2] = {vector, vector + steps};
             std::fill(vector, vector + 2 * steps, 0.);
-            // By Gershgorin, with the matrix divided by its largest entry so that no square leaves the range.
-            double largest = 0;
-            for (int64_t i = 0; i < n; ++i) {
-                largest = std::max(largest, std::abs(static_cast<double>(a[i])));
-                if (i + 1 < n) largest = std::max(largest, std::abs(static_cast<double>(b[i])));
-            }
-            if (!(largest > 0) || !std::isfinite(largest)) {
-                const double same = largest > 0 ? std::numeric_limits<double>::quiet_NaN() : 0;
-                value[0] = value[1] = same;
-                vector[0] = vector[steps] = 1;
-                continue;
-            }
-            double low = 0, high = 0;
-            for (int64_t i = 0; i < n; ++i) {
-                diagonal[i] = a[i] / largest;
-                off[i] = i + 1 < n ? b[i] / largest : 0;
-                squares[i] = off[i] * off[i];
-                const double reach = std::abs(off[i]) + (i ? std::abs(off[i - 1]) : 0);
-                low = std::min(low, diagonal[i] - reach);
-                high = std::max(high, diagonal[i] + reach);
-            }
-            const double tiny = std::numeric_limits<double>::epsilon() * std::max(-low, high) / 4;
-            for (int end = 0; end < 2; ++end) {
-                const double found =
-                    bisect(diagonal, squares, n, end ? n - 1 : 0, low - 8 * tiny, high + 8 * tiny, tiny);
-                value[end] = found * largest;
-                eigenvector(diagonal, off, n, found, tiny, work, vector + end * steps);
-            }
+            tridiagonal::extremes(alpha.const_data_ptr<T>() + j * alpha.stride(0),
+                                  beta.const_data_ptr<T>() + j * beta.stride(0),
+                                  length.const_data_ptr<int64_t>()[j], work.data(),
+                                  values.mutable_data_ptr<double>() + 2 * j, ends);
         }
     });
 }

@@ -29,6 +29,7 @@ TORCH_LIBRARY(s3d_fast, m) {
     m.def("curvature_coefficients_(Tensor(a!) g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float sharpness) -> Tensor(a!)");
     m.def("grow_weight(Tensor weight, Tensor rows, Tensor? row_scale, Tensor? shift, Tensor? shift_rows, Tensor? columns, Tensor? column_scale) -> Tensor");
     m.def("krylov_extend(Tensor(a!) basis, Tensor product, Tensor(b!) alpha, Tensor(c!) beta, Tensor(d!) length, Tensor(e!) scale, int step) -> ()");
+    m.def("symmetric_extremes(Tensor S) -> (Tensor, Tensor)");
     m.def("tridiagonal_extremes(Tensor alpha, Tensor beta, Tensor length) -> (Tensor, Tensor)");
 }
 
@@ -42,6 +43,7 @@ TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
     m.impl("curvature_coefficients_", s3d::curvature_coefficients_inplace);
     m.impl("grow_weight", s3d::grow_weight);
     m.impl("krylov_extend", s3d::krylov_extend);
+    m.impl("symmetric_extremes", s3d::symmetric_extremes);
     m.impl("tridiagonal_extremes", s3d::tridiagonal_extremes);
 }
 
@@ -55,6 +57,7 @@ TORCH_LIBRARY_IMPL(s3d_fast, Meta, m) {
     m.impl("curvature_coefficients_", s3d::curvature_coefficients_inplace_meta);
     m.impl("grow_weight", s3d::grow_weight_meta);
     m.impl("krylov_extend", s3d::krylov_extend_meta);
+    m.impl("symmetric_extremes", s3d::symmetric_extremes_meta);
     m.impl("tridiagonal_extremes", s3d::tridiagonal_extremes_meta);
 }
 

@@ -69,6 +69,10 @@ std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes(const at::Tensor& alpha,
 std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& alpha, const at::Tensor& beta,
                                                              const at::Tensor& length);
 
+// The extreme eigenvalues (M, 2) and unit eigenvectors (M, 2, D) of symmetric matrices (M, D, D), in float64.
+std::tuple<at::Tensor, at::Tensor> symmetric_extremes(const at::Tensor& S);
+std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S);
+
 // Raises unless `compute` is float32 or float64 and `tensor` is stored in that type, or in 16 bits for float32.
 void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor& compute);
 

@@ -1,4 +1,4 @@
-// Loops over single entries: act''(z), weight rows after splits, and 16-bit numbers.
+// Loops over single entries: act''(z), vectors, weight rows after splits, and 16-bit numbers.
 
 // e^x for x <= 0, to about one unit in the last place; from where it would be subnormal on, it stays where it is.
 template <typename T>
@@ -151,6 +151,28 @@ struct Entries {
             S3D_CASE(gaussian)
 #undef S3D_CASE
         }
+    }
+
+    static T dot(const T* a, const T* b, int64_t count) {
+        constexpr int L = lanes<T>, sums = 4;
+        Vector<T> sum[sums] = {};
+        int64_t i = 0;
+        for (; i + sums * L <= count; i += sums * L) {
+#pragma GCC unroll 4
+            for (int s = 0; s < sums; ++s) sum[s] += load(a + i + s * L) * load(b + i + s * L);
+        }
+        for (; i + L <= count; i += L) sum[0] += load(a + i) * load(b + i);
+        sum[0] += sum[1] + (sum[2] + sum[3]);
+        T total = 0;
+        for (int k = 0; k < L; ++k) total += sum[0][k];
+        for (; i < count; ++i) total += a[i] * b[i];
+        return total;
+    }
+
+    static void add(T factor, const T* x, int64_t count, T* y) {
+        int64_t i = 0;
+        for (; i + lanes<T> <= count; i += lanes<T>) store<T>(y + i, load(y + i) + factor * load(x + i));
+        for (; i < count; ++i) y[i] += factor * x[i];
     }
 
     // The entries [begin, end) of a grown row, one by one.

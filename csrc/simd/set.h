@@ -13,6 +13,8 @@ constexpr Kernels<T> table() {
             Exchange<T>::run,
             Entries<T>::pair_products,
             Entries<T>::curvature,
+            Entries<T>::dot,
+            Entries<T>::add,
             Entries<T>::grow_row};
 }
 

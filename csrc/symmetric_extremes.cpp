@@ -1,0 +1,108 @@
+// The extreme eigenpairs of many small symmetric matrices: Householder's reduction to tridiagonal form, in float64, each
+// matrix on one thread. The full spectrum, which LAPACK's drivers find, is most of their work and is not wanted here.
+#include "kernels.h"
+#include "operators.h"
+#include "parallel.h"
+#include "tridiagonal.h"
+
+namespace s3d {
+namespace {
+
+// Reduces A (n, n), symmetric and stored in full, to the tridiagonal matrix Q^T A Q. Column k of A below the diagonal
+// becomes the vector of reflection k, which is 1 - scale[k] v v^T. `p` has room for n numbers.
+void reduce(double* A, int64_t n, double* diagonal, double* off_diagonal, double* scale, double* v, double* p) {
+    const Kernels<double>& kernel = kernels<double>();
+    for (int64_t k = 0; k + 1 < n; ++k) {
+        const int64_t m = n - k - 1;
+        double* below = A + (k + 1) * n + k + 1;  // the rows and columns that are left, m x m
+        // A is symmetric: row k, right of the diagonal, is the column below it.
+        double* x = A + k * n + k + 1;
+        diagonal[k] = A[k * n + k];
+        const double tail = kernel.dot(x + 1, x + 1, m - 1);
+        if (tail == 0) {
+            off_diagonal[k] = x[0];
+            scale[k] = 0;
+            continue;
+        }
+        const double norm = std::sqrt(x[0] * x[0] + tail), target = x[0] > 0 ? -norm : norm;
+        off_diagonal[k] = target;
+        scale[k] = (target - x[0]) / target;
+        const double divisor = 1 / (x[0] - target);
+        v[0] = 1;
+        for (int64_t i = 1; i < m; ++i) v[i] = x[i] * divisor;
+        // A - v w^T - w v^T with w = p - scale/2 (p.v) v, p = scale A v.
+        for (int64_t i = 0; i < m; ++i) p[i] = scale[k] * kernel.dot(below + i * n, v, m);
+        kernel.add(-scale[k] / 2 * kernel.dot(p, v, m), v, m, p);
+        for (int64_t i = 0; i < m; ++i) {
+            kernel.add(-v[i], p, m, below + i * n);
+            kernel.add(-p[i], v, m, below + i * n);
+        }
+        std::copy(v, v + m, x);
+    }
+    diagonal[n - 1] = A[n * n - 1];
+}
+
+template <typename T>
+void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& vectors) {
+    const int64_t matrices = S.size(0), n = S.size(1);
+    const Kernels<double>& kernel = kernels<double>();
+    run_tasks(matrices, [&](int64_t j) {
+        Scratch& scratch = Scratch::of_thread();
+        scratch.reset(Scratch::bytes_for<double>(n * n) + 5 * Scratch::bytes_for<double>(n) +
+                      Scratch::bytes_for<double>(tridiagonal::work_size(n)));
+        double* A = scratch.take<double>(n * n);
+        double* diagonal = scratch.take<double>(n);
+        double* off_diagonal = scratch.take<double>(n);
+        double* scale = scratch.take<double>(n);
+        double* v = scratch.take<double>(n);
+        double* p = scratch.take<double>(n);
+        double* work = scratch.take<double>(tridiagonal::work_size(n));
+        const T* from = S.const_data_ptr<T>() + j * n * n;
+        // Divided by the largest entry, so that no square leaves the range.
+        double largest = 0;
+        for (int64_t i = 0; i < n * n; ++i) largest = std::max(largest, std::abs(static_cast<double>(from[i])));
+        const double unit = largest > 0 && std::isfinite(largest) ? largest : 1;
+        for (int64_t a = 0; a < n; ++a) {
+            for (int64_t b = 0; b < n; ++b) {
+                A[a * n + b] = (static_cast<double>(from[a * n + b]) + static_cast<double>(from[b * n + a])) / (2 * unit);
+            }
+        }
+        reduce(A, n, diagonal, off_diagonal, scale, v, p);
+        double* value = values.mutable_data_ptr<double>() + 2 * j;
+        double* vector = vectors.mutable_data_ptr<double>() + 2 * j * n;
+        double* const ends[2] = {vector, vector + n};
+        tridiagonal::extremes(diagonal, off_diagonal, n, work, value, ends);
+        value[0] *= unit, value[1] *= unit;
+        for (double* end : ends) {
+            for (int64_t k = n - 2; k >= 0; --k) {
+                const double* reflection = A + k * n + k + 1;
+                const int64_t m = n - k - 1;
+                if (scale[k] != 0) kernel.add(-scale[k] * kernel.dot(reflection, end + k + 1, m), reflection, m, end + k + 1);
+            }
+        }
+    });
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S) {
+    TORCH_CHECK_TYPE(S.scalar_type() == at::kFloat || S.scalar_type() == at::kDouble,
+                     "S must be float32 or float64, got ", S.scalar_type());
+    TORCH_CHECK_VALUE(S.dim() == 3 && S.size(1) == S.size(2) && S.size(1) > 0, "S must have shape (M, D, D), D > 0, got ",
+                      S.sizes());
+    const auto options = S.options().dtype(at::kDouble);
+    return {at::empty({S.size(0), 2}, options), at::empty({S.size(0), 2, S.size(1)}, options)};
+}
+
+std::tuple<at::Tensor, at::Tensor> symmetric_extremes(const at::Tensor& S) {
+    auto result = symmetric_extremes_meta(S);
+    const at::Tensor dense = S.contiguous();
+    if (S.scalar_type() == at::kFloat) {
+        compute<float>(dense, std::get<0>(result), std::get<1>(result));
+    } else {
+        compute<double>(dense, std::get<0>(result), std::get<1>(result));
+    }
+    return result;
+}
+
+}  // namespace s3d
