@@ -15,11 +15,13 @@ from s3d_fast.operators import (
     SumOperator,
 )
 from s3d_fast.ops import (
+    add_splitting_matrices,
     conv_matvec,
     curvature_coefficients,
     edgeconv_matvec,
     splitting_matrices,
     splitting_matvec,
+    splitting_matvec_grouped,
 )
 from s3d_fast.plan import NeuronSplit, SplitPlan
 from s3d_fast.schemes import Split, optimal_split, split_gain
@@ -52,6 +54,7 @@ __all__ = [
     "Unit",
     "activation",
     "activation_names",
+    "add_splitting_matrices",
     "apply_splits",
     "capture",
     "conv_matvec",
@@ -68,5 +71,6 @@ __all__ = [
     "split_gain",
     "splitting_matrices",
     "splitting_matvec",
+    "splitting_matvec_grouped",
     "trace",
 ]

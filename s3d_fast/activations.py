@@ -39,6 +39,19 @@ class Kink:
 
 
 @dataclass(frozen=True)
+class Formula:
+    """A formula for act'' away from kinks that compiled kernels know by name, and its parameters."""
+
+    name: str
+    a: float = 0.0
+    b: float = 0.0
+
+
+# A curvature of zero, between kinks.
+_NONE = Formula("none")
+
+
+@dataclass(frozen=True)
 class Activation:
     """An elementwise function with its derivatives.
 
@@ -49,6 +62,8 @@ class Activation:
         curvature: act''(z) away from the kinks.
         kinks: where the slope jumps; empty for a smooth activation.
         sharpness: beta of the softplus that stands in for a kink.
+        formula: which compiled formula computes `curvature`, for the built-in activations; None if there is none. An
+            activation of your own leaves it at that.
     """
 
     name: str
@@ -57,6 +72,7 @@ class Activation:
     curvature: Elementwise
     kinks: tuple[Kink, ...] = ()
     sharpness: float = DEFAULT_SHARPNESS
+    formula: Formula | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
         """Return act(z)."""
@@ -152,12 +168,12 @@ def _softplus(z: Tensor, beta: float) -> Tensor:
 
 
 def _relu() -> Activation:
-    return Activation("relu", torch.relu, lambda z: (z > 0).to(z), torch.zeros_like, (Kink(0, 1),))
+    return Activation("relu", torch.relu, lambda z: (z > 0).to(z), torch.zeros_like, (Kink(0, 1),), formula=_NONE)
 
 
 def _relu6() -> Activation:
     kinks = (Kink(0, 1), Kink(6, -1))
-    return Activation("relu6", F.relu6, lambda z: ((z > 0) & (z < 6)).to(z), torch.zeros_like, kinks)
+    return Activation("relu6", F.relu6, lambda z: ((z > 0) & (z < 6)).to(z), torch.zeros_like, kinks, formula=_NONE)
 
 
 def _leaky_relu(negative_slope: float = 0.01) -> Activation:
@@ -168,6 +184,7 @@ def _leaky_relu(negative_slope: float = 0.01) -> Activation:
         lambda z: torch.where(z > 0, torch.ones_like(z), negative_slope),
         torch.zeros_like,
         (Kink(0, 1 - negative_slope),),
+        formula=_NONE,
     )
 
 
@@ -183,6 +200,7 @@ def _elu(alpha: float = 1.0) -> Activation:
         lambda z: torch.where(z > 0, torch.ones_like(z), decay(z)),
         lambda z: torch.where(z > 0, torch.zeros_like(z), decay(z)),
         () if alpha == 1 else (Kink(0, 1 - alpha),),
+        formula=Formula("elu", float(alpha)),
     )
 
 
@@ -193,6 +211,7 @@ def _hardswish() -> Activation:
         lambda z: torch.where(z.abs() < 3, (2 * z + 3) / 6, (z > 0).to(z)),
         lambda z: (z.abs() < 3).to(z) / 3,
         (Kink(-3, -0.5), Kink(3, -0.5)),
+        formula=Formula("hardswish"),
     )
 
 
@@ -205,15 +224,15 @@ def _silu() -> Activation:
         s = torch.sigmoid(z)
         return s * (1 - s) * (2 + z * (1 - 2 * s))
 
-    return Activation("silu", F.silu, first, second)
+    return Activation("silu", F.silu, first, second, formula=Formula("silu"))
 
 
 def _gelu(approximate: str = "none") -> Activation:
     checks.is_choice("approximate", approximate, ("none", "tanh"))
     function = partial(F.gelu, approximate=approximate)
     if approximate == "none":
-        return Activation("gelu", function, _gelu_first, _gelu_second)
-    return Activation("gelu", function, _tanh_gelu_first, _tanh_gelu_second)
+        return Activation("gelu", function, _gelu_first, _gelu_second, formula=Formula("gelu"))
+    return Activation("gelu", function, _tanh_gelu_first, _tanh_gelu_second, formula=Formula("gelu_tanh"))
 
 
 def _within(z: Tensor, bound: float) -> Tensor:
@@ -261,7 +280,8 @@ def _softplus_activation(beta: float = 1.0, threshold: float = 20.0) -> Activati
         s = torch.sigmoid(beta * z)
         return torch.where(beta * z > threshold, torch.zeros_like(z), beta * s * (1 - s))
 
-    return Activation("softplus", lambda z: F.softplus(z, beta, threshold), first, second)
+    formula = Formula("softplus", float(beta), float(threshold))
+    return Activation("softplus", lambda z: F.softplus(z, beta, threshold), first, second, formula=formula)
 
 
 def _tanh() -> Activation:
@@ -269,7 +289,7 @@ def _tanh() -> Activation:
         t = torch.tanh(z)
         return -2 * t * (1 - t * t)
 
-    return Activation("tanh", torch.tanh, lambda z: 1 - torch.tanh(z) ** 2, second)
+    return Activation("tanh", torch.tanh, lambda z: 1 - torch.tanh(z) ** 2, second, formula=Formula("tanh"))
 
 
 def _sigmoid() -> Activation:
@@ -281,7 +301,7 @@ def _sigmoid() -> Activation:
         s = torch.sigmoid(z)
         return s * (1 - s) * (1 - 2 * s)
 
-    return Activation("sigmoid", torch.sigmoid, first, second)
+    return Activation("sigmoid", torch.sigmoid, first, second, formula=Formula("sigmoid"))
 
 
 def _gaussian() -> Activation:
@@ -289,11 +309,11 @@ def _gaussian() -> Activation:
         z = _within(z, 40)
         return (z * z - 1) * gaussian(z)
 
-    return Activation("gaussian", gaussian, lambda z: -z * gaussian(z), second)
+    return Activation("gaussian", gaussian, lambda z: -z * gaussian(z), second, formula=Formula("gaussian"))
 
 
 def _identity() -> Activation:
-    return Activation("identity", lambda z: z, torch.ones_like, torch.zeros_like)
+    return Activation("identity", lambda z: z, torch.ones_like, torch.zeros_like, formula=_NONE)
 
 
 _BUILDERS: dict[str, Callable[..., Activation]] = {

@@ -175,12 +175,43 @@ class SumOperator(SplittingOperator):
     def dense(self, backend: str = "auto") -> Tensor:
         matrices = torch.zeros(*self.shape, self.shape[1], dtype=self.dtype, device=self.device)
         for term, weight in zip(self.terms, self.weights, strict=True):
-            matrices.add_(term.dense(backend), alpha=weight)
+            if isinstance(term, PointwiseOperator):
+                rows = (term.X, term.C, weight)
+                ops.add_splitting_matrices(matrices, *rows, bias=term.bias, backend=backend, check_finite=False)
+            else:
+                matrices.add_(term.dense(backend), alpha=weight)
         return matrices
 
 
 def matvec_all(
     operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str = "auto"
 ) -> list[Tensor]:
-    """Return the product of every operator with its own vectors: one step of a solver for all layers."""
-    return [operator.matvec(V, backend) for operator, V in zip(operators, vectors, strict=True)]
+    """Return the product of every operator with its own vectors: one step of a solver for all layers.
+
+    All pointwise layers go through one grouped call.
+    """
+    results: list[Tensor | None] = [None] * len(operators)
+    rows: list[tuple[int, PointwiseOperator, float]] = []
+    for index, (operator, V) in enumerate(zip(operators, vectors, strict=True)):
+        terms = operator.terms if isinstance(operator, SumOperator) else [operator]
+        weights = operator.weights if isinstance(operator, SumOperator) else [1.0]
+        pointwise = [term for term in terms if isinstance(term, PointwiseOperator)]
+        if len(pointwise) == len(terms):
+            rows += [(index, term, weight) for term, weight in zip(pointwise, weights, strict=True)]
+        else:
+            results[index] = operator.matvec(V, backend)
+    products = ops.splitting_matvec_grouped(
+        [term.X for _, term, _ in rows],
+        [term.C for _, term, _ in rows],
+        [vectors[index] for index, _, _ in rows],
+        bias=[term.bias for _, term, _ in rows],
+        backend=backend,
+        check_finite=False,
+    )
+    for (index, _, weight), product in zip(rows, products, strict=True):
+        total = results[index]
+        if total is None:
+            results[index] = product if weight == 1 else product.mul_(weight)
+        else:
+            total.add_(product, alpha=weight)
+    return [result for result in results if result is not None]

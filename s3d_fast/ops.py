@@ -7,28 +7,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from s3d_fast import checks, reference
+from s3d_fast import checks, extension, reference
 from s3d_fast.activations import Activation
 
 Pair = tuple[int, int]
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 
+# The formulas of act'' that the extension knows, in the order of its enumeration `Curvature`.
+_CURVATURES = ("none", "silu", "gelu", "gelu_tanh", "softplus", "tanh", "sigmoid", "elu", "hardswish", "gaussian")
 
-def resolve_backend(backend: str) -> str:
-    """Return the backend that does the work: "auto" becomes the fastest one there is.
+
+def resolve_backend(backend: str, *tensors: Tensor | None) -> str:
+    """Return the backend that does the work on these tensors: "auto" becomes the fastest one that can.
 
     Raises:
         ValueError: the name is not one of BACKENDS.
-        RuntimeError: the backend was asked for by name and is not there. There is no silent fallback.
+        RuntimeError: the backend was asked for by name and is not there, or cannot work on these tensors. There is no
+            silent fallback.
     """
     checks.is_choice("backend", backend, BACKENDS)
-    if backend in ("cpu", "triton"):
-        raise RuntimeError(
-            f"backend {backend!r} is not part of this version of s3d_fast, which computes with plain PyTorch on "
-            "every device; use backend='auto' or 'reference'"
-        )
+    if backend == "triton":
+        raise RuntimeError("backend 'triton' is not part of this version of s3d_fast; use backend='auto'")
+    if backend == "reference":
+        return "reference"
+    why_not = _why_not_cpu([tensor for tensor in tensors if tensor is not None])
+    if not why_not:
+        return "cpu"
+    if backend == "cpu":
+        raise RuntimeError(f"backend 'cpu' cannot be used: {why_not}")
     return "reference"
+
+
+def _why_not_cpu(tensors: Sequence[Tensor]) -> str:
+    if extension.module is None:
+        return f"{extension.why_not}; {extension.HOW_TO_BUILD}"
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            return f"a tensor is on {tensor.device}"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return "its operations cannot be differentiated, and a tensor requires a gradient; use backend='reference'"
+    return ""
 
 
 def splitting_matvec(
@@ -58,8 +77,42 @@ def splitting_matvec(
     """
     check_rows(X, C, check_finite)
     _check_vectors(V, C.shape[1], X.shape[1] + bias, X)
-    resolve_backend(backend)
+    if resolve_backend(backend, X, C, V) == "cpu":
+        return torch.ops.s3d_fast.splitting_matvec(X, C, V, bias)
     return reference.splitting_matvec(X, C, V, bias)
+
+
+def splitting_matvec_grouped(
+    X: Sequence[Tensor],  # each (N, D)
+    C: Sequence[Tensor],  # each (N, M)
+    V: Sequence[Tensor],  # each (M, D) or (K, M, D); D + 1 in place of D with bias
+    *,
+    bias: Sequence[bool] | None = None,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> list[Tensor]:  # each like its V
+    """Return S_j v_j for all filters of a list of layers, of any sizes, in one call.
+
+    The same as a loop of `splitting_matvec`, but the work of all layers is shared out over the threads at once.
+
+    Args:
+        X, C, V: one entry per layer, as for `splitting_matvec`; all on one device.
+        bias: one entry per layer; none has a bias by default.
+        backend, check_finite: as for `splitting_matvec`.
+
+    Raises: as `splitting_matvec`.
+    """
+    bias = [False] * len(X) if bias is None else list(bias)
+    if not len(X) == len(C) == len(V) == len(bias):
+        raise ValueError(
+            f"X, C, V and bias must have one entry per layer, got {len(X)}, {len(C)}, {len(V)} and {len(bias)}"
+        )
+    for x, c, v, has_bias in zip(X, C, V, bias, strict=True):
+        check_rows(x, c, check_finite)
+        _check_vectors(v, c.shape[1], x.shape[1] + has_bias, x)
+    if resolve_backend(backend, *X, *C, *V) == "cpu" and len(X):
+        return torch.ops.s3d_fast.splitting_matvec_grouped(X, C, V, bias)
+    return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
 
 
 def splitting_matrices(
@@ -75,8 +128,34 @@ def splitting_matrices(
     Raises: as `splitting_matvec`.
     """
     check_rows(X, C, check_finite)
-    resolve_backend(backend)
+    if resolve_backend(backend, X, C) == "cpu":
+        return torch.ops.s3d_fast.splitting_matrices(X, C, bias)
     return reference.splitting_matrices(X, C, bias, checks.compute_dtype(X.dtype))
+
+
+def add_splitting_matrices(
+    S: Tensor,  # (M, D, D), or (M, D + 1, D + 1) with bias; changed
+    X: Tensor,  # (N, D)
+    C: Tensor,  # (N, M)
+    weight: float = 1.0,
+    *,
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # S
+    """Add `weight` times the splitting matrices of some rows to S: many batches, one after the other.
+
+    Raises: as `splitting_matvec`; S has not been changed then.
+    """
+    check_rows(X, C, check_finite)
+    checks.is_tensor("S", S)
+    width = X.shape[1] + bias
+    checks.has_shape("S", S, (C.shape[1], width, width))
+    checks.agrees("S", S, "X", X, dtype=checks.compute_dtype(X.dtype))
+    checks.is_number("weight", weight)
+    if resolve_backend(backend, S, X, C) == "cpu" and S.is_contiguous():
+        return torch.ops.s3d_fast.add_splitting_matrices(S, X, C, bias, weight)
+    return S.add_(splitting_matrices(X, C, bias=bias, backend=backend, check_finite=False), alpha=weight)
 
 
 def conv_matvec(
@@ -94,11 +173,13 @@ def conv_matvec(
 ) -> Tensor:  # like V
     """Return S_j v_j for every filter of a 2-d convolution, without forming its patches.
 
+    On every backend this is PyTorch's own convolution and its own weight gradient.
+
     Raises: as `splitting_matvec`.
     """
     geometry = check_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
     _check_vectors(V, C.shape[1], X.shape[1] * geometry[0][0] * geometry[0][1] + bias, X)
-    resolve_backend(backend)
+    resolve_backend(backend, X, C, V)
     return reference.conv_matvec(X, C, V, *geometry, bias)
 
 
@@ -125,18 +206,21 @@ def edgeconv_matvec(
     """
     check_edgeconv(X, winner, C, check_finite)
     _check_vectors(V, C.shape[2], 2 * X.shape[2] + bias, X)
-    resolve_backend(backend)
+    if resolve_backend(backend, X, C, V) == "cpu":
+        return torch.ops.s3d_fast.edgeconv_matvec(X, winner, C, V, bias)
     return reference.edgeconv_matvec(X, winner, C, V, bias)
 
 
 def curvature_coefficients(
-    g: Tensor,  # (N, M)
-    z: Tensor,  # (N, M)
+    g: Tensor,  # (N, M), or any shape with the channels along `axis`
+    z: Tensor,  # like g
     activation: Activation,
     scale: Tensor | None = None,  # (M,)
     *,
+    axis: int = 1,
+    inplace: bool = False,
     backend: str = "auto",
-) -> Tensor:  # (N, M)
+) -> Tensor:  # like g
     """Return C = g * act''(z) * s^2, the coefficients of the splitting matrices.
 
     Args:
@@ -144,40 +228,105 @@ def curvature_coefficients(
         z: the activation's input.
         activation: from `s3d_fast.activation`.
         scale: s = gamma / sqrt(var + eps) where a BatchNorm stands between the filter and the activation.
+        axis: the dimension of g and z that scale belongs to.
+        inplace: write the result over g, and return g.
+        backend: as for `splitting_matvec`; "auto" takes the reference for an activation of your own.
 
     Raises: as `splitting_matvec`.
     """
     checks.is_tensor("g", g)
-    checks.has_shape("g", g, ("N", "M"))
     checks.is_tensor("z", z)
     checks.has_shape("z", z, tuple(g.shape))
     checks.agrees("z", z, "g", g)
+    if not isinstance(axis, int) or not 0 <= axis < g.dim():
+        raise ValueError(f"axis must be a dimension of g, which has shape {tuple(g.shape)}; got {axis!r}")
     if not isinstance(activation, Activation):
         raise TypeError(f"activation must be an Activation, from s3d_fast.activation; got {type(activation).__name__}")
     if scale is not None:
         checks.is_tensor("scale", scale)
-        checks.has_shape("scale", scale, (g.shape[1],))
+        checks.has_shape("scale", scale, (g.shape[axis],))
         checks.agrees("scale", scale, "g", g)
-    resolve_backend(backend)
-    return reference.curvature_coefficients(g, z, activation, scale)
+    formula, dtype_fits = activation.formula, g.dtype in checks.COMPUTE_DTYPES
+    if backend == "cpu" and (formula is None or not dtype_fits):
+        why = f"it has no formula for {activation.name!r}" if formula is None else f"it does not compute in {g.dtype}"
+        raise RuntimeError(f"backend 'cpu' cannot be used: {why}; use backend='reference'")
+    if formula is not None and dtype_fits and resolve_backend(backend, g, z, scale) == "cpu":
+        at, jump = [kink.at for kink in activation.kinks], [kink.jump for kink in activation.kinks]
+        kind = _CURVATURES.index(formula.name)
+        settings = (scale, axis, kind, formula.a, formula.b, at, jump, activation.sharpness)
+        if inplace and g.is_contiguous():
+            return torch.ops.s3d_fast.curvature_coefficients_(g, z, *settings)
+        C = torch.ops.s3d_fast.curvature_coefficients(g, z, *settings)
+    else:
+        resolve_backend(backend, g, z, scale)
+        C = reference.curvature_coefficients(g, z, activation, scale, axis)
+    return g.copy_(C) if inplace else C
 
 
 def grow_weight(
     weight: Tensor,  # (M, I, ...), or (M,)
     rows: Tensor,  # (M',), int64
     row_scale: Tensor | None = None,  # (M',)
-    shift: Tensor | None = None,  # (M', I, ...)
+    shift: Tensor | None = None,  # (R, I, ...)
+    shift_rows: Tensor | None = None,  # (M',), int64
     columns: Tensor | None = None,  # (I',), int64
     column_scale: Tensor | None = None,  # (I',)
     *,
     backend: str = "auto",
 ) -> Tensor:  # (M', I', ...)
-    """Return (row_scale * weight[rows] + shift)[:, columns] * column_scale: the weight of a layer after splits.
+    """Return (row_scale * weight[rows] + shift[shift_rows])[:, columns] * column_scale: a layer's weight after splits.
 
-    Indices out of range raise an IndexError or a RuntimeError, before anything is changed.
+    shift_rows is -1 for a row that nothing is added to; without it, row n of shift belongs to row n. Indices out of
+    range raise an IndexError or a RuntimeError, before anything is changed.
     """
-    resolve_backend(backend)
-    return reference.grow_weight(weight, rows, row_scale, shift, columns, column_scale)
+    inputs = (weight, row_scale, shift, column_scale)
+    if weight.dtype in checks.COMPUTE_DTYPES and resolve_backend(backend, *inputs) == "cpu":
+        return torch.ops.s3d_fast.grow_weight(weight, rows, row_scale, shift, shift_rows, columns, column_scale)
+    if backend == "cpu":
+        raise RuntimeError(f"backend 'cpu' cannot be used: it does not compute in {weight.dtype}")
+    return reference.grow_weight(weight, rows, row_scale, shift, shift_rows, columns, column_scale)
+
+
+def krylov_extend(
+    basis: Tensor,
+    product: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    length: Tensor,
+    scale: Tensor,
+    step: int,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Take one Lanczos step in every space of a basis: see `reference.krylov_extend`."""
+    if resolve_backend(backend, basis, product) == "cpu":
+        torch.ops.s3d_fast.krylov_extend(basis, product, alpha, beta, length, scale, step)
+    else:
+        reference.krylov_extend(basis, product, alpha, beta, length, scale, step)
+
+
+def tridiagonal_extremes(
+    alpha: Tensor,  # (M, k)
+    beta: Tensor,  # (M, k)
+    length: Tensor,  # (M,)
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # (M, 2) and (M, 2, k), float64
+    """Return the extreme eigenpairs of symmetric tridiagonal matrices: see `reference.tridiagonal_extremes`."""
+    if resolve_backend(backend, alpha, beta) == "cpu":
+        return torch.ops.s3d_fast.tridiagonal_extremes(alpha, beta, length)
+    return reference.tridiagonal_extremes(alpha, beta, length)
+
+
+def symmetric_extremes(
+    S: Tensor,  # (M, D, D)
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # (M, 2) and (M, 2, D), float64
+    """Return the extreme eigenpairs of symmetric matrices: see `reference.symmetric_extremes`."""
+    if resolve_backend(backend, S) == "cpu":
+        return torch.ops.s3d_fast.symmetric_extremes(S)
+    return reference.symmetric_extremes(S)
 
 
 def check_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:

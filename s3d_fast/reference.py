@@ -130,14 +130,15 @@ def edgeconv_matvec_edges(
 
 
 def curvature_coefficients(
-    g: Tensor,  # (N, M), dLoss / dh
-    z: Tensor,  # (N, M), the input of the activation
+    g: Tensor,  # (N, M) or any other shape with the channels along `axis`: dLoss / dh
+    z: Tensor,  # like g, the input of the activation
     activation: Activation,
     scale: Tensor | None = None,  # (M,), s = gamma / sqrt(var + eps) of a following BatchNorm
-) -> Tensor:  # (N, M)
+    axis: int = 1,
+) -> Tensor:  # like g
     """Return C = g * act''(z) * s^2."""
     C = g * activation.second(z)
-    return C if scale is None else C * scale**2
+    return C if scale is None else C * scale.reshape(-1, *[1] * (g.dim() - 1 - axis)) ** 2
 
 
 def with_ones(X: Tensor) -> Tensor:
@@ -149,18 +150,94 @@ def grow_weight(
     weight: Tensor,  # (M, I, ...), or (M,) for one number per channel
     rows: Tensor,  # (M',), which row each new row copies
     row_scale: Tensor | None = None,  # (M',)
-    shift: Tensor | None = None,  # (M', I, ...), added to the copied rows
+    shift: Tensor | None = None,  # (R, I, ...), added to the copied rows
+    shift_rows: Tensor | None = None,  # (M',), which row of shift; -1 for none. One after the other by default
     columns: Tensor | None = None,  # (I',), which column each new column copies
     column_scale: Tensor | None = None,  # (I',)
 ) -> Tensor:  # (M', I', ...)
-    """Return (row_scale * weight[rows] + shift)[:, columns] * column_scale: rows first, columns after."""
+    """Return (row_scale * weight[rows] + shift[shift_rows])[:, columns] * column_scale: rows first, columns after."""
     result = weight.index_select(0, rows)
     if row_scale is not None:
         result = result * row_scale.reshape(-1, *[1] * (result.dim() - 1))
-    if shift is not None:
+    if shift is not None and shift_rows is not None:
+        moved = (shift_rows >= 0).nonzero().squeeze(-1)
+        result = result.index_add(0, moved, shift.index_select(0, shift_rows[moved]))
+    elif shift is not None:
         result = result + shift
     if columns is not None:
         result = result.index_select(1, columns)
     if column_scale is not None:
         result = result * column_scale.reshape(-1, *[1] * (result.dim() - 2))
     return result
+
+
+def krylov_extend(
+    basis: Tensor,  # (M, capacity, D), orthonormal; changed
+    product: Tensor,  # (M, D), S q for the last vector q = basis[:, step]
+    alpha: Tensor,  # (M, capacity), the diagonal of T = Q^T S Q; changed
+    beta: Tensor,  # (M, capacity), its off-diagonal; beta[:, k] couples vector k to vector k + 1; changed
+    length: Tensor,  # (M,), int64, the dimension of each space; changed
+    scale: Tensor,  # (M,), the largest entry of T so far; changed
+    step: int,
+) -> None:
+    """Make of S q the next basis vector of every Krylov space, and write it to basis[:, step + 1].
+
+    An exhausted space, one that S maps into itself, gets the coupling 0 and the zero vector, and stops growing.
+    """
+    width = basis.shape[2]
+    done = beta[:, step - 1] == 0 if step else torch.zeros_like(length, dtype=torch.bool)
+    space = basis[:, : step + 1]
+    a = (basis[:, step] * product).sum(-1)
+    # Once removes the component along the space; twice removes what rounding left of it.
+    for _ in range(2):
+        product = product - (space.mT @ (space @ product.unsqueeze(-1))).squeeze(-1)
+    b = safe_norm(product)
+    largest = torch.maximum(scale, a.abs() + b)
+    noise = torch.finfo(b.dtype).eps * (10 + width**0.5) * largest
+    exhausted = done | (b <= noise)
+    if step + 1 == width:
+        exhausted = torch.ones_like(exhausted)
+    length.copy_(torch.where(done, length, step + 1))
+    scale.copy_(torch.where(done, scale, largest))
+    alpha[:, step] = torch.where(done, 0, a)
+    beta[:, step] = torch.where(exhausted, 0, b)
+    basis[:, step + 1] = torch.where(exhausted.unsqueeze(-1), 0, product / b.unsqueeze(-1))
+
+
+def tridiagonal_extremes(
+    alpha: Tensor,  # (M, k), the diagonals
+    beta: Tensor,  # (M, k), the off-diagonals; the last entry has no part in T
+    length: Tensor,  # (M,), int64 in [1, k]: the size of each matrix
+) -> tuple[Tensor, Tensor]:  # (M, 2) and (M, 2, k), float64
+    """Return the smallest and largest eigenvalue of symmetric tridiagonal matrices, and their unit vectors."""
+    alpha, beta = alpha.double(), beta.double()
+    steps = alpha.shape[1]
+    # Beyond its end a matrix gets a diagonal above its whole spectrum: the rows there couple to nothing and their
+    # eigenvalues sort last, which leaves the first `length` eigenvalues as the real ones.
+    index = torch.arange(steps, device=alpha.device)
+    inside = index < length.unsqueeze(-1)
+    coupled = index + 1 < length.unsqueeze(-1)
+    zero = torch.zeros_like(alpha)
+    largest = torch.maximum(torch.where(inside, alpha.abs(), zero), torch.where(coupled, beta.abs(), zero)).amax(-1)
+    above = torch.where(largest > 0, 4 * largest, 1)
+    diagonal = torch.where(inside, alpha, above.unsqueeze(-1))
+    coupling = torch.diag_embed(torch.where(coupled, beta, zero)[:, :-1], -1) if steps > 1 else 0
+    values, vectors = torch.linalg.eigh(torch.diag_embed(diagonal) + coupling)
+    ends = torch.stack([torch.zeros_like(length), length - 1], -1)
+    vectors = vectors.gather(-1, ends.unsqueeze(-2).expand(-1, steps, -1))
+    return values.gather(-1, ends), vectors.mT
+
+
+def symmetric_extremes(S: Tensor) -> tuple[Tensor, Tensor]:  # (M, D, D) -> (M, 2) and (M, 2, D), float64
+    """Return the smallest and largest eigenvalue of symmetric matrices, and their unit vectors."""
+    S = S.double()
+    # LAPACK reads one triangle: make sure that both agree.
+    values, vectors = torch.linalg.eigh((S + S.mT) / 2)
+    return values[:, [0, -1]], vectors[..., [0, -1]].mT
+
+
+def safe_norm(vectors: Tensor) -> Tensor:
+    """Return the norms along the last dimension; squares neither overflow nor underflow, whatever the scale of S."""
+    largest = vectors.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1)
+    return (vectors / scale).norm(dim=-1) * scale.squeeze(-1)

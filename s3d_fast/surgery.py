@@ -56,11 +56,12 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
         return
 
     modules = {name: model.get_submodule(name) for name in plan.graph.layers}
-    expansions = {name: _Expansion.of(splits, plan.graph.units[name].width) for name, splits in by_unit.items()}
+    expansions = {
+        name: _Expansion.of(splits, plan.graph.units[name].width, eps, modules[name])
+        for name, splits in by_unit.items()
+    }
     changes = [
-        change
-        for name in plan.graph.layers
-        for change in _layer_changes(plan.graph, name, modules[name], expansions, eps)
+        change for name in plan.graph.layers for change in _layer_changes(plan.graph, name, modules[name], expansions)
     ]
     carried = _carried_state(changes, optimizer, kinds)
 
@@ -79,24 +80,28 @@ class _Expansion:
     index: Tensor  # (M',)
     weight: Tensor  # (M',), float64
     share: Tensor  # (M',), float64: one over the number of copies of the channel
-    delta: Tensor  # (M', D), float64
+    offsets: Tensor  # (R, D), eps * delta of all copies of split neurons
+    offset_rows: Tensor  # (M',), which row of offsets belongs to a channel; -1 for one that is not split
 
     @classmethod
-    def of(cls, splits: Sequence[NeuronSplit], width: int) -> _Expansion:
-        by_neuron = {split.neuron: split for split in splits}
-        fan_in = splits[0].offsets.shape[1]
+    def of(cls, splits: Sequence[NeuronSplit], width: int, eps: float, module: nn.Module) -> _Expansion:
+        like = module.weight
+        assert isinstance(like, Tensor)
+        splits = sorted(splits, key=lambda split: split.neuron)
+        neurons = torch.tensor([split.neuron for split in splits])
+        numbers = torch.tensor([split.copies for split in splits])
         copies = torch.ones(width, dtype=torch.int64)
-        for split in splits:
-            copies[split.neuron] = split.copies
+        copies[neurons] = numbers
         index = torch.arange(width).repeat_interleave(copies)
+        is_split = torch.zeros(width, dtype=torch.bool)
+        is_split[neurons] = True
+        moved = is_split[index]
         weight = torch.ones(len(index), dtype=torch.float64)
-        delta = torch.zeros(len(index), fan_in, dtype=torch.float64)
-        starts = copies.cumsum(0) - copies
-        for neuron, split in by_neuron.items():
-            place = slice(int(starts[neuron]), int(starts[neuron]) + split.copies)
-            weight[place] = split.weights.detach().to("cpu", torch.float64)
-            delta[place] = split.offsets.detach().to("cpu", torch.float64)
-        return cls(index, weight, 1 / copies[index].double(), delta)
+        weight[moved] = torch.cat([split.weights.detach() for split in splits]).to("cpu", torch.float64)
+        offset_rows = torch.where(moved, moved.cumsum(0) - 1, -1)
+        # In the precision of the parameters: eps * delta is added to them and rounds to it anyway.
+        offsets = torch.cat([split.offsets.detach() for split in splits]).to(like.device, like.dtype) * eps
+        return cls(index, weight, 1 / copies[index].double(), offsets, offset_rows)
 
 
 @dataclass
@@ -138,9 +143,7 @@ def _expand_layout(
     return torch.cat(index), torch.cat(weight), torch.cat(share)
 
 
-def _layer_changes(
-    graph: Graph, name: str, module: nn.Module, expansions: Mapping[str, _Expansion], eps: float
-) -> list[_Change]:
+def _layer_changes(graph: Graph, name: str, module: nn.Module, expansions: Mapping[str, _Expansion]) -> list[_Change]:
     """Return every change that the expansions make to one layer."""
     layer = graph.layers[name]
     if layer.kind in ("depthwise", "batchnorm", "custom"):
@@ -168,14 +171,15 @@ def _layer_changes(
                 _channel_change(module.norm, tensor, own.index, own.weight)
                 for tensor in layers.per_channel_tensors(module.norm)
             ]
-    changes.append(_weight_change(module, own, columns, column_weight, eps))
+    changes.append(_weight_change(module, own, columns, column_weight))
     if own is not None and layers.has_bias(module):
-        changes.append(_channel_change(module, "bias", own.index, own.weight, eps * own.delta[:, -1]))
+        shift = (own.offsets[:, -1], own.offset_rows)
+        changes.append(_channel_change(module, "bias", own.index, own.weight, shift))
     return changes
 
 
 def _weight_change(
-    module: nn.Module, own: _Expansion | None, columns: Tensor | None, column_weight: Tensor | None, eps: float
+    module: nn.Module, own: _Expansion | None, columns: Tensor | None, column_weight: Tensor | None
 ) -> _Change:
     old = module.weight
     assert isinstance(old, nn.Parameter)
@@ -185,26 +189,30 @@ def _weight_change(
 
     rows = like(torch.arange(len(old)) if own is None else own.index)
     assert rows is not None
-    shift = None
-    if own is not None and eps != 0:
-        shift = like(eps * own.delta[:, : old[0].numel()].reshape(len(own.index), *old.shape[1:]))
+    new_columns = like(columns)
+    shift = shift_rows = None
+    if own is not None:
+        # Without its last entry, where that belongs to the bias.
+        shift = own.offsets[:, : old[0].numel()].reshape(-1, *old.shape[1:])
+        shift_rows = like(own.offset_rows)
     with torch.no_grad():
-        new = grow_weight(old, rows, None, shift, like(columns), like(column_weight))
+        new = grow_weight(old, rows, None, shift, shift_rows, new_columns, like(column_weight))
 
     def state(tensor: Tensor, scaling: int) -> Tensor:
         scale = None if own is None else like(_scaled(own.weight, scaling))
-        return grow_weight(tensor, rows, scale, None, like(columns))
+        return grow_weight(tensor, rows, scale, columns=new_columns)
 
     return _Change(module, "weight", old, new, state)
 
 
 def _channel_change(
-    module: nn.Module, name: str, index: Tensor, weight: Tensor, shift: Tensor | None = None
+    module: nn.Module, name: str, index: Tensor, weight: Tensor, shift: tuple[Tensor, Tensor] | None = None
 ) -> _Change:
     old = getattr(module, name)
     rows = index.to(old.device)
+    moved = (None, None) if shift is None else (shift[0].to(old), shift[1].to(old.device))
     with torch.no_grad():
-        new = grow_weight(old, rows, None, None if shift is None else shift.to(old))
+        new = grow_weight(old, rows, None, *moved)
 
     def state(tensor: Tensor, scaling: int) -> Tensor:
         return grow_weight(tensor, rows, _scaled(weight, scaling).to(tensor))

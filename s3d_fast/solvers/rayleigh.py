@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.spectrum import Spectrum, measure, safe_norm
+from s3d_fast.reference import safe_norm
+from s3d_fast.solvers.spectrum import Spectrum, measure
 
 
 def solve(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.operators import SplittingOperator
+from s3d_fast.reference import safe_norm
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,6 @@ class Spectrum:
             f"lambda_min >= {self.lambda_min.min().item():.3g}, lambda_max <= {self.lambda_max.max().item():.3g}, "
             f"at most {int(self.matvecs.max())} matvecs)"
         )
-
-
-def safe_norm(vectors: Tensor) -> Tensor:
-    """Return the norms along the last dimension; squares neither overflow nor underflow, whatever the scale of S."""
-    largest = vectors.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest > 0, largest, 1)
-    return (vectors / scale).norm(dim=-1) * scale.squeeze(-1)
 
 
 def measure(
