@@ -63,7 +63,11 @@ TORCH_LIBRARY_IMPL(s3d_fast, Meta, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.doc() = "Compiled CPU kernels; the operators themselves are torch.ops.s3d_fast.*.";
-    m.attr("compiler") = __VERSION__;
+#if defined(__clang__)
+    m.attr("compiler") = "Clang " __clang_version__;
+#else
+    m.attr("compiler") = "GCC " __VERSION__;
+#endif
     m.def("isa", [] { return std::string(s3d::isa().name); }, "Return the instruction set in use.");
     m.def("available_isas", s3d::available_isas, "Return the instruction sets that this processor has, best first.");
     m.def("compiled_isas", s3d::compiled_isas, "Return the instruction sets that were compiled, best first.");

@@ -100,6 +100,7 @@ class _Taps(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, units: Sequence[Unit]) -> None:
         super().__init__(module)
         self.producers = {unit.producer_node: unit.name for unit in units}
+        self.direct = {unit.name: _is_direct(module, unit) for unit in units}
         self.activations = {unit.activation_node: unit.name for unit in units}
         self.clear()
 
@@ -133,6 +134,17 @@ class _Taps(fx.Interpreter):
             self.after[act_unit] = result
         own = unit is not None or act_unit is not None
         return result.clone() if own and _may_change(n, self.submodules) else result
+
+
+def _is_direct(module: fx.GraphModule, unit: Unit) -> bool:
+    """Return whether nothing but a BatchNorm stands between the layer and its activation."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    before = nodes[unit.activation_node].all_input_nodes[0]
+    if unit.norm is not None and before.op == "call_module" and before.target == unit.norm:
+        before = before.all_input_nodes[0]
+    elif unit.norm is not None:
+        return False
+    return before.name == unit.producer_node
 
 
 def _may_change(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
@@ -205,8 +217,10 @@ def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> 
     for unit, end, g in zip(units, ends, gradients, strict=True):
         # A unit that the loss does not depend on has nothing to gain.
         g = torch.zeros_like(end) if g is None else g
-        if not bool(torch.isfinite(g).all()):
-            raise ValueError(f"the gradient of batch {index} at unit {unit.name!r} is not finite")
+        try:
+            checks.is_finite("g", g)
+        except ValueError as error:
+            raise ValueError(f"the gradient of batch {index} at unit {unit.name!r} is not finite") from error
         found.append(g)
     return found
 
@@ -231,21 +245,21 @@ def _operator(
 
 
 def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor) -> Tensor:
-    """Return C = g act''(z) s^2, laid out like the layer's output a.
-
-    Every entry of the activation's input is z = s a + t of one entry of a: there may be a BatchNorm between them,
-    transposition, and a maximum over positions. The vector-Jacobian product from z to a brings g act''(z) s back to the
-    layout of a, and multiplies it by s once more.
-    """
-    a, z = taps.outputs[unit.name], taps.before[unit.name]
-    curvature = g * act.second(z.detach())
-    if unit.norm is not None:
-        scale = _norm_scale(model.get_submodule(unit.norm))
-        entries = scale.repeat_interleave(z.shape[unit.activation_axis] // len(scale))
-        curvature = curvature * entries.reshape(-1, *[1] * (z.dim() - 1 - unit.activation_axis))
-    if z is a:
-        return curvature
-    (C,) = torch.autograd.grad(z, a, curvature, retain_graph=True)
+    """Return C = g act''(z) s^2, laid out like the layer's output a."""
+    a, z = taps.outputs[unit.name], taps.before[unit.name].detach()
+    scale = None if unit.norm is None else _norm_scale(model.get_submodule(unit.norm)).to(z.dtype)
+    axis = unit.activation_axis
+    if scale is not None and len(scale) != z.shape[axis]:
+        scale = scale.repeat_interleave(z.shape[axis] // len(scale))
+    if taps.direct[unit.name]:
+        return ops.curvature_coefficients(g, z, act, scale, axis=axis)
+    # Every entry of the activation's input is z = s a + t of one entry of a: there may be transposition and a maximum
+    # over positions between them. The vector-Jacobian product from z to a brings g act''(z) s back to the layout of a,
+    # and multiplies it by s once more.
+    curvature = ops.curvature_coefficients(g, z, act, axis=axis)
+    if scale is not None:
+        curvature = curvature * scale.reshape(-1, *[1] * (z.dim() - 1 - axis))
+    (C,) = torch.autograd.grad(taps.before[unit.name], a, curvature, retain_graph=True)
     return C
 
 
@@ -268,15 +282,20 @@ def _conv_operator(module: nn.Conv2d, x: Tensor, C: Tensor, bias: bool) -> Split
         return PointwiseOperator(
             rows.movedim(1, -1).flatten(0, -2), C.movedim(1, -1).flatten(0, -2).contiguous(), bias=bias
         )
-    return ConvOperator(
-        x,
-        C,
-        kernel_size=module.kernel_size,
-        stride=module.stride,
-        padding=(padding[2], padding[0]),
-        dilation=module.dilation,
-        bias=bias,
-    )
+    geometry: dict[str, Any] = {
+        "kernel_size": module.kernel_size,
+        "stride": module.stride,
+        "padding": (padding[2], padding[0]),
+        "dilation": module.dilation,
+    }
+    if x.shape[1] * module.kernel_size[0] * module.kernel_size[1] <= C.shape[1]:
+        # The patches take no more memory than C: the first layers of networks, with few channels and many positions,
+        # where products over patches are several times faster than a convolution and its weight gradient.
+        patches = F.unfold(x, **geometry)
+        return PointwiseOperator(
+            patches.mT.flatten(0, 1).contiguous(), C.flatten(2).mT.flatten(0, 1).contiguous(), bias=bias
+        )
+    return ConvOperator(x, C, **geometry, bias=bias)
 
 
 def _explicit_padding(module: nn.Conv2d) -> tuple[int, int, int, int]:

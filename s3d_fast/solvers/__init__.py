@@ -1,4 +1,4 @@
-"""Extreme eigenpairs of splitting matrices: one call, three solvers, one result."""
+"""Extreme eigenpairs of splitting matrices: one call, four solvers, one result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from s3d_fast import checks, ops
 from s3d_fast.operators import PointwiseOperator, SplittingOperator
-from s3d_fast.solvers import exact, lanczos, rayleigh
+from s3d_fast.solvers import auto, exact, lanczos, rayleigh
 from s3d_fast.solvers.spectrum import Spectrum
 
 __all__ = ["SOLVERS", "Spectrum", "extremal_eigenpairs"]
@@ -19,7 +19,7 @@ __all__ = ["SOLVERS", "Spectrum", "extremal_eigenpairs"]
 # the span of few rows a Krylov space would be exhausted before it has seen the rest of the spectrum.
 DEFAULT_SEED = 0x53D5EED
 # Solver -> the default of max_iters.
-SOLVERS = {"lanczos": 128, "rayleigh": 1000, "exact": 1}
+SOLVERS = {"lanczos": 128, "auto": 128, "rayleigh": 1000, "exact": 1}
 
 
 @overload
@@ -73,9 +73,10 @@ def extremal_eigenpairs(
     Args:
         operator: a SplittingOperator; or rows and coefficients (X, C); or a list or dict of operators, whose filters
             all advance together and whose result is a list or dict of spectra.
-        solver: "lanczos"; "rayleigh", the paper's gradient descent and ascent; or "exact", dense eigh.
+        solver: "lanczos"; "exact", which forms S; "auto", the one of these two that is expected to be faster, layer by
+            layer; or "rayleigh", the paper's gradient descent and ascent.
         tol: a filter has converged when |S v - lambda v| <= tol * (its spectral radius) at both ends.
-        max_iters: steps at the most; 128 for lanczos and 1000 for rayleigh by default. Filters that have not converged
+        max_iters: steps at the most; 128 for lanczos and auto, 1000 for rayleigh by default. Filters that have not converged
             by then are marked in `Spectrum.converged`.
         backend: "auto", "reference", "cpu" or "triton".
         step: of "rayleigh", in units of 1 / (spectral radius).
@@ -103,6 +104,8 @@ def extremal_eigenpairs(
         starts = _random_starts(operators, generator)
         if solver == "lanczos":
             spectra = lanczos.solve(operators, starts, tol, max_iters, backend)
+        elif solver == "auto":
+            spectra = auto.solve(operators, starts, tol, max_iters, backend)
         else:
             spectra = rayleigh.solve(operators, starts, tol, max_iters, step, backend)
 

@@ -8,7 +8,7 @@ import torch
 
 from s3d_fast import ops
 from s3d_fast.operators import SplittingOperator
-from s3d_fast.solvers.spectrum import Spectrum, measure
+from s3d_fast.solvers.spectrum import Found, Spectrum, measure
 
 
 def solve(operators: Sequence[SplittingOperator], tol: float, backend: str) -> list[Spectrum]:
@@ -16,10 +16,10 @@ def solve(operators: Sequence[SplittingOperator], tol: float, backend: str) -> l
 
     A filter counts as having had no matvecs but those of the final residuals.
     """
-    spectra = []
+    found = []
     for operator in operators:
         _, vectors = ops.symmetric_extremes(operator.dense(backend), backend=backend)
         zero = torch.zeros(operator.shape[0], dtype=torch.int64, device=operator.device)
-        v_min, v_max = vectors.to(operator.dtype).unbind(1)
-        spectra.append(measure(operator, v_min, v_max, zero, zero, tol, backend))
-    return spectra
+        vectors = vectors.to(operator.dtype)
+        found.append(Found(vectors[:, 0], vectors[:, 1], zero, zero))
+    return measure(operators, found, tol, backend)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s3d_fast import ops
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.spectrum import Spectrum, measure
+from s3d_fast.solvers.spectrum import Found, Spectrum, measure
 
 # Convergence is looked at every so many steps: finding the Ritz values costs about as much as a step.
 CHECK_EVERY = 4
@@ -43,7 +43,7 @@ def solve(
             # From exhaustion on there is nothing to add: D steps fill the whole space.
             if step % CHECK_EVERY == 0 or step in (max_iters, space.operator.shape[1]):
                 space.check(last=step == max_iters)
-    return [space.spectrum(operator) for space, operator in zip(spaces, operators, strict=True)]
+    return measure(operators, [space.found() for space in spaces], tol, backend)
 
 
 class _KrylovSpaces:
@@ -111,9 +111,9 @@ class _KrylovSpaces:
             # Copying the rest is paid for by halving the work of every later step.
             self._release(leaving, vectors)
 
-    def spectrum(self, operator: SplittingOperator) -> Spectrum:
-        """Return the result for the whole operator, residuals measured afresh."""
-        return measure(operator, self.v_min, self.v_max, self.iterations, self.matvecs, self.tol, self.backend)
+    def found(self) -> Found:
+        """Return the Ritz vectors of all filters of the operator that was given."""
+        return Found(self.v_min, self.v_max, self.iterations, self.matvecs)
 
     def _release(self, leaving: Tensor, vectors: Tensor) -> None:
         """Store the Ritz vectors of the filters marked in `leaving`, and drop these filters from the work."""

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.reference import safe_norm
-from s3d_fast.solvers.spectrum import Spectrum, measure
+from s3d_fast.solvers.spectrum import Found, Spectrum, measure
 
 
 def solve(
@@ -35,7 +35,8 @@ def solve(
         products = matvec_all([run.operator for run in active], [run.V for run in active], backend)
         for run, SV in zip(active, products, strict=True):
             run.advance(SV, tol, step)
-    return [measure(run.operator, run.V[0], run.V[1], run.iterations, 2 * run.products, tol, backend) for run in runs]
+    found = [Found(run.V[0], run.V[1], run.iterations, 2 * run.products) for run in runs]
+    return measure(operators, found, tol, backend)
 
 
 class _Descent:

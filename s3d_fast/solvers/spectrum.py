@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from s3d_fast.operators import SplittingOperator
+from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.reference import safe_norm
 
 
@@ -48,21 +49,29 @@ class Spectrum:
         )
 
 
-def measure(
-    operator: SplittingOperator,
-    v_min: Tensor,  # (M, D)
-    v_max: Tensor,  # (M, D)
-    iterations: Tensor,  # (M,)
-    matvecs: Tensor,  # (M,)
-    tol: float,
-    backend: str,
-) -> Spectrum:
-    """Return the spectrum that the given vectors stand for, with eigenvalues and residuals measured afresh."""
-    V = torch.nn.functional.normalize(torch.stack([v_min, v_max]), dim=-1)
-    # A fixed sign makes results comparable between solvers and runs: the largest entry is positive.
-    largest = V.gather(-1, V.abs().argmax(-1, keepdim=True))
-    V = torch.where(largest < 0, -V, V)
-    SV = operator.matvec(V, backend)
+@dataclass(frozen=True)
+class Found:
+    """What a solver has found for the filters of one operator, before it is measured."""
+
+    v_min: Tensor  # (M, D)
+    v_max: Tensor  # (M, D)
+    iterations: Tensor  # (M,)
+    matvecs: Tensor  # (M,)
+
+
+def measure(operators: Sequence[SplittingOperator], found: Sequence[Found], tol: float, backend: str) -> list[Spectrum]:
+    """Return the spectra that the vectors found stand for, with eigenvalues and residuals measured afresh."""
+    vectors = []
+    for ends in found:
+        V = torch.nn.functional.normalize(torch.stack([ends.v_min, ends.v_max]), dim=-1)
+        # A fixed sign makes results comparable between solvers and runs: the largest entry is positive.
+        largest = V.gather(-1, V.abs().argmax(-1, keepdim=True))
+        vectors.append(torch.where(largest < 0, -V, V))
+    products = matvec_all(operators, vectors, backend)
+    return [_spectrum(*measured, tol) for measured in zip(vectors, products, found, strict=True)]
+
+
+def _spectrum(V: Tensor, SV: Tensor, found: Found, tol: float) -> Spectrum:
     values = (V * SV).sum(-1)
     residuals = safe_norm(SV - values.unsqueeze(-1) * V)
     # Rounding can put the ends of a spectrum of width zero in the wrong order.
@@ -78,6 +87,6 @@ def measure(
         residual_min=residuals[0],
         residual_max=residuals[1],
         converged=residuals.amax(0) <= tol * radius,
-        iterations=iterations,
-        matvecs=matvecs + 2,
+        iterations=found.iterations,
+        matvecs=found.matvecs + 2,
     )
