@@ -1,11 +1,14 @@
-"""Threads for the benchmarks: fixed, and reported."""
+"""Threads for the benchmarks: fixed, and reported; and the machine's name in what they write."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
+
+from s3d_fast import env
 
 THREADS = int(os.environ.get("S3D_THREADS", min(2, os.cpu_count() or 1)))
 
@@ -18,3 +21,8 @@ def _threads() -> None:
 def pytest_report_header() -> str:
     """Say how many threads the figures belong to."""
     return f"torch {torch.__version__}, {THREADS} threads"
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Put what `python -m s3d_fast.env` says into the JSON."""
+    machine_info["s3d_fast"] = {**env.report(), "threads": str(THREADS)}

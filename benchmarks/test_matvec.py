@@ -1,4 +1,4 @@
-"""The time of S v by shape, for every backend that is there, against the reference and against a matrix product."""
+"""S v by shape and dtype, the grouped call on the layers of networks, EdgeConv, and the dense S."""
 
 from __future__ import annotations
 
@@ -6,25 +6,111 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from s3d_fast import reference
-from s3d_fast.ops import splitting_matvec
-from tests.cases import LARGE_ROWS, TOLERANCE, RowsCase, random_vectors, relative_error
+from benchmarks.compare import compare, matmul_peak
+from benchmarks.memory import extra_memory
+from s3d_fast import ops, reference
+from tests.cases import (
+    LARGE_EDGES,
+    LARGE_ROWS,
+    NETWORKS,
+    TOLERANCE,
+    EdgeCase,
+    RowsCase,
+    compute_dtype,
+    random_vectors,
+    relative_error,
+)
+
+AIMS = {32: (2.0, 0.50), 64: (1.8, 0.65), 128: (1.3, 0.80), 256: (1.3, 0.80), 512: (1.3, 0.80)}
 
 
 @pytest.mark.parametrize("case", LARGE_ROWS, ids=str)
-@pytest.mark.parametrize("what", ["sgemm", "reference", "auto"])
-def test_splitting_matvec(benchmark: BenchmarkFixture, case: RowsCase, what: str) -> None:
+def test_splitting_matvec(benchmark: BenchmarkFixture, case: RowsCase) -> None:
+    benchmark.group = "S v"
     X, C = case.tensors()
     V = random_vectors(case.M, case.D, dtype=case.dtype)
-    benchmark.group = str(case)
-    if what == "sgemm":
-        # As many flops as S v has in its two products, in the shape of the first.
-        A, B = torch.cat([X, X]), V.T.contiguous()
-        benchmark.pedantic(torch.mm, (A, B), rounds=10, iterations=1, warmup_rounds=2)
-        return
-    if what == "reference":
-        benchmark.pedantic(reference.splitting_matvec, (X, C, V), rounds=10, iterations=1, warmup_rounds=2)
-        return
-    assert relative_error(splitting_matvec(X, C, V), reference.splitting_matvec(X, C, V)) <= TOLERANCE[case.dtype]
-    options = {"check_finite": False}
-    benchmark.pedantic(splitting_matvec, (X, C, V), options, rounds=10, iterations=1, warmup_rounds=2)
+    compiled = torch.compile(reference.splitting_matvec, dynamic=False)
+
+    def ours() -> torch.Tensor:
+        return ops.splitting_matvec(X, C, V, backend="cpu", check_finite=False)
+
+    expected = reference.splitting_matvec(X.double(), C.double(), V.double())
+    assert relative_error(ours(), expected) <= TOLERANCE[case.dtype]
+    aims = dict(zip(("reference", "sgemm"), AIMS[case.D], strict=True)) if case.dtype == torch.float32 else {}
+    compare(
+        benchmark,
+        ours,
+        {
+            "reference": lambda: reference.splitting_matvec(X, C, V),
+            "torch.compile": lambda: compiled(X, C, V),
+        },
+        limit=matmul_peak(compute_dtype(case.dtype)),
+        work=4 * case.N * case.D * case.M,
+        aims=aims,
+    )
+    benchmark.extra_info["memory"] = {
+        "ours": extra_memory("cpu", case),
+        "reference": extra_memory("reference", case),
+    }
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_grouped(benchmark: BenchmarkFixture, name: str) -> None:
+    benchmark.group = "S v of all layers in one call"
+    cases = NETWORKS[name]
+    tensors = [case.tensors() for case in cases]
+    X, C = [x for x, _ in tensors], [c for _, c in tensors]
+    V = [random_vectors(case.M, case.D + case.bias, dtype=case.dtype) for case in cases]
+    bias = [case.bias for case in cases]
+
+    def ours() -> list[torch.Tensor]:
+        return ops.splitting_matvec_grouped(X, C, V, bias=bias, backend="cpu", check_finite=False)
+
+    def loop() -> list[torch.Tensor]:
+        return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
+
+    for case, found, expected in zip(cases, ours(), loop(), strict=True):
+        assert relative_error(found, expected) <= TOLERANCE[case.dtype]
+    work = sum(4 * case.N * (case.D + case.bias) * case.M for case in cases)
+    aims = {"reference": 2.5} if name.startswith("MobileNetV1, 32") else {}
+    compare(benchmark, ours, {"reference": loop}, limit=matmul_peak(), work=work, aims=aims)
+
+
+@pytest.mark.parametrize("case", LARGE_EDGES, ids=str)
+def test_edgeconv_matvec(benchmark: BenchmarkFixture, case: EdgeCase) -> None:
+    benchmark.group = "EdgeConv S v"
+    X, neighbours, slot, C = case.tensors()
+    winner = neighbours.gather(-1, slot)
+    V = random_vectors(case.M, 2 * case.F, dtype=case.dtype)
+    others = {"reference": lambda: reference.edgeconv_matvec(X, winner, C, V)}
+    aims = {}
+    if (case.F, case.M) == (64, 64):
+        others["reference, by edges"] = lambda: reference.edgeconv_matvec_edges(X, neighbours, slot, C, V)
+        aims = {"reference": 2.0, "reference, by edges": 10.0}
+
+    def ours() -> torch.Tensor:
+        return ops.edgeconv_matvec(X, winner, C, V, backend="cpu", check_finite=False)
+
+    assert relative_error(ours(), reference.edgeconv_matvec(X, winner, C, V)) <= TOLERANCE[case.dtype]
+    work = 8 * case.B * case.P * case.F * case.M
+    compare(benchmark, ours, others, limit=matmul_peak(), work=work, aims=aims, rounds=9)
+
+
+def test_splitting_matrices(benchmark: BenchmarkFixture) -> None:
+    benchmark.group = "dense S"
+    case = RowsCase(65536, 32, 32, torch.float32)
+    X, C = case.tensors()
+    V = random_vectors(case.M, case.D, dtype=case.dtype)
+
+    def ours() -> torch.Tensor:
+        return ops.splitting_matrices(X, C, backend="cpu", check_finite=False)
+
+    def ten_products() -> None:
+        for _ in range(10):
+            ops.splitting_matvec(X, C, V, backend="cpu", check_finite=False)
+
+    assert relative_error(ours(), reference.splitting_matrices(X, C)) <= TOLERANCE[case.dtype]
+    others = {"reference": lambda: reference.splitting_matrices(X, C), "10 products": ten_products}
+    # Symmetry halves the work: 2 flops for each of the D (D + 1) / 2 pairs.
+    work = case.N * case.D * (case.D + 1) * case.M
+    compare(benchmark, ours, others, limit=matmul_peak(), work=work, aims={"10 products": 1.0}, rounds=9)

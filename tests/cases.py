@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from s3d_fast.models.mobilenet import FULL_WIDTHS, STRIDES
 
 # The largest error allowed, as a fraction of the largest entry of what is expected. Rows stored in 16 bits are computed
 # with in float32, so that against the same stored rows they are as exact as float32 ones.
@@ -139,8 +141,32 @@ LARGE_ROWS = (
     RowsCase(65536, 32, 32, torch.float32),
     RowsCase(65536, 64, 64, torch.float32),
     RowsCase(65536, 128, 128, torch.float32),
-    RowsCase(16384, 256, 256, torch.float32),
+    RowsCase(65536, 256, 256, torch.float32),
+    RowsCase(32768, 512, 512, torch.float32),
+    RowsCase(65536, 64, 64, torch.bfloat16),
+    RowsCase(65536, 64, 64, torch.float64),
 )
+
+
+def mobilenet_layers(widths: Sequence[int], rows: int) -> list[RowsCase]:
+    """Return the 13 pointwise layers of MobileNetV1 with these widths, the stem's included; the stem has `rows` rows."""
+    layers = []
+    for fan_in, width, stride in zip(widths[:-1], widths[1:], STRIDES, strict=True):
+        rows //= stride**2
+        layers.append(RowsCase(rows, fan_in, width, torch.float32))
+    return layers
+
+
+# Lists of layers that one grouped call does, by name; for benchmarks only.
+NETWORKS = {
+    "MobileNetV1, 32 filters, CIFAR, batch 128": mobilenet_layers([32] * 14, 128 * 32 * 32),
+    "MobileNetV1 1.0x, ImageNet, batch 8": mobilenet_layers(FULL_WIDTHS, 8 * 112 * 112),
+    "DGCNN embedding and head, batch 16": [
+        RowsCase(16 * 1024, 512, 1024, torch.float32),
+        RowsCase(16, 2048, 512, torch.float32, bias=True),
+        RowsCase(16, 512, 256, torch.float32, bias=True),
+    ],
+}
 
 CONVS = (
     ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1)),
@@ -150,6 +176,11 @@ CONVS = (
     ConvCase(2, 3, 5, 5, 4, k=(1, 1)),
     ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1), dtype=torch.float32, bias=True),
     ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1), dtype=torch.bfloat16),
+)
+
+# For benchmarks only: the EdgeConv layers of DGCNN.
+LARGE_EDGES = tuple(
+    EdgeCase(16, 1024, F, 20, M, dtype=torch.float32) for F, M in ((3, 64), (64, 64), (64, 128), (128, 256))
 )
 
 EDGES = (

@@ -1,0 +1,58 @@
+"""The memory that S v takes beyond its inputs and its result, each in a process of its own.
+
+python -m benchmarks.memory cpu 65536 64 64 float32 2
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from s3d_fast import ops
+from tests.cases import RowsCase, random_vectors
+
+
+def extra_memory(backend: str, case: RowsCase) -> int:
+    """Return the bytes that one product takes at its peak, measured in a fresh process."""
+    dtype = str(case.dtype).removeprefix("torch.")
+    words = [backend, str(case.N), str(case.D), str(case.M), dtype, str(torch.get_num_threads())]
+    output = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory", *words],
+        cwd=Path(__file__).parent.parent,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return int(output)
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def _measure(backend: str, case: RowsCase) -> int:
+    X, C = case.tensors()
+    V = random_vectors(case.M, case.D, dtype=case.dtype)
+    # Threads and libraries take memory of their own when they are first used.
+    small = RowsCase(64, 8, 8, case.dtype)
+    ops.splitting_matvec(*small.tensors(), random_vectors(8, 8, dtype=case.dtype), backend=backend, check_finite=False)
+    torch.mm(torch.ones(256, 256), torch.ones(256, 256))
+    ctypes.CDLL(None).malloc_trim(0)
+    # Makes the peak what is used now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    result = ops.splitting_matvec(X, C, V, backend=backend, check_finite=False)
+    return _status("VmHWM") - before - result.nbytes
+
+
+if __name__ == "__main__":
+    name, rows, width, filters, stored, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    print(_measure(name, RowsCase(int(rows), int(width), int(filters), getattr(torch, stored))))

@@ -1,0 +1,51 @@
+"""The table of ratios from what `make bench` wrote: python -m benchmarks.table runs/bench.json > docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HEAD = """# Benchmarks
+
+Written by `make bench`; every figure is a ratio of times taken side by side in one run, the median over rounds. Above 1
+means that s3d_fast is faster than what it is compared with; of a limit (sgemm, dgemm, copy) it is the fraction of its
+speed, measured in the same rounds. The aim, where there is one, stands in brackets. Memory is what a call takes at its
+peak beyond its inputs and its result, in a process of its own.
+"""
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the markdown of the whole document."""
+    machine = results["machine_info"]["s3d_fast"]
+    keys = ("processor", "threads", "instruction sets", "torch", "extension")
+    lines = [HEAD, "Machine: " + "; ".join(f"{key} {machine.get(key, '-')}" for key in keys) + "."]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for benchmark in results["benchmarks"]:
+        if "ratios" in benchmark["extra_info"]:
+            groups.setdefault(benchmark["group"], []).append(benchmark)
+    for group, members in groups.items():
+        names = list(dict.fromkeys(name for member in members for name in member["extra_info"]["ratios"]))
+        with_memory = any("memory" in member["extra_info"] for member in members)
+        lines += ["", f"## {group}", ""]
+        lines.append("| case | " + " | ".join(names) + (" | memory | reference's memory |" if with_memory else " |"))
+        lines.append("|---" * (1 + len(names) + 2 * with_memory) + "|")
+        lines += [_row(member, names, with_memory) for member in members]
+    return "\n".join(lines) + "\n"
+
+
+def _row(benchmark: dict[str, Any], names: list[str], with_memory: bool) -> str:
+    info = benchmark["extra_info"]
+    cells = [benchmark["param"] or benchmark["name"].removeprefix("test_")]
+    for name in names:
+        aim = f" ({info['aims'][name]:.2f})" if name in info["aims"] else ""
+        cells.append(f"{info['ratios'][name]:.2f}{aim}" if name in info["ratios"] else "")
+    if with_memory:
+        memory = info.get("memory", {})
+        cells += [f"{memory[key] / 2**20:.1f} MiB" if key in memory else "" for key in ("ours", "reference")]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table(json.loads(Path(sys.argv[1]).read_text())))

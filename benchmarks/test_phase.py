@@ -1,0 +1,95 @@
+"""The whole eigen phase of a network: capture, and both ends of every filter's spectrum."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import s3d_fast as s3d
+from benchmarks.autodiff_rayleigh import AutodiffRayleigh
+from benchmarks.compare import compare
+from s3d_fast.models import MobileNetV1
+from s3d_fast.solvers import DEFAULT_SEED
+
+TOLERANCE = 1e-2
+
+
+def test_eigen_phase_of_mobilenet(benchmark: BenchmarkFixture) -> None:
+    benchmark.group = "eigen phase"
+    torch.manual_seed(0)
+    model = MobileNetV1([32] * 14, 100, stem_stride=1)
+    x, y = torch.randn(128, 3, 32, 32), torch.randint(100, (128,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    graph = s3d.trace(model, x[:2])
+
+    def phase() -> dict[str, s3d.Spectrum]:
+        operators = s3d.capture(model, F.cross_entropy, [(x, y)], graph)
+        return s3d.extremal_eigenpairs(operators, solver="auto", tol=TOLERANCE)
+
+    def training_step() -> None:
+        model.train()
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+
+    model.eval()
+    operators = s3d.capture(model, F.cross_entropy, [(x, y)], graph)
+    spectra = phase()
+    exact = s3d.extremal_eigenpairs(operators, solver="exact", backend="reference")
+    for name, spectrum in spectra.items():
+        assert bool(spectrum.converged.all())
+        assert float(((spectrum.lambda_min - exact[name].lambda_min).abs() / exact[name].radius).max()) <= TOLERANCE
+        assert float(((spectrum.lambda_max - exact[name].lambda_max).abs() / exact[name].radius).max()) <= TOLERANCE
+
+    # The steps that descent needs to be as accurate, found with products by the fast kernels; what one of its steps
+    # costs by automatic differentiation is timed beside the phase.
+    steps = descent_steps(operators, exact)
+    generator = torch.Generator().manual_seed(DEFAULT_SEED)
+    starts = {
+        name: F.normalize(torch.randn(operator.shape, generator=generator), dim=-1)
+        for name, operator in operators.items()
+    }
+    descent = AutodiffRayleigh(model, graph, F.cross_entropy, starts)
+    rate = {name: 0.9 / exact[name].radius[:, None] / 2 for name in starts}
+    check_quotients(descent.quotients(x, y), operators, starts)
+    compare(
+        benchmark,
+        phase,
+        {"forward + backward": training_step, "descent step": lambda: descent.step(x, y, rate)},
+        rounds=5,
+    )
+    if "ratios" in benchmark.extra_info:
+        ratios = benchmark.extra_info["ratios"]
+        ratios[f"descent, {steps} steps"] = steps * ratios.pop("descent step")
+        benchmark.extra_info["aims"] = {"forward + backward": 1 / 3, f"descent, {steps} steps": 50.0}
+
+
+def descent_steps(operators: s3d.Captured, exact: dict[str, s3d.Spectrum]) -> int:
+    """Return the steps after which descent and ascent have every eigenvalue to within the tolerance, by doubling."""
+    for steps in (125, 250, 500, 1000, 2000, 4000, 8000):
+        found = s3d.extremal_eigenpairs(operators, "rayleigh", 1e-9, steps)
+        errors = [
+            float(((getattr(found[name], end) - getattr(exact[name], end)).abs() / exact[name].radius).max())
+            for name in found
+            for end in ("lambda_min", "lambda_max")
+        ]
+        print(f"descent: error {max(errors):.1e} of the spectral radius after {steps} steps")
+        if max(errors) <= TOLERANCE:
+            return steps
+    raise AssertionError("descent does not reach the tolerance")
+
+
+def check_quotients(
+    quotients: dict[str, torch.Tensor], operators: s3d.Captured, starts: dict[str, torch.Tensor]
+) -> None:
+    """The quotients by automatic differentiation are those of the splitting operators."""
+    assert set(quotients) == set(operators)
+    for name, operator in operators.items():
+        expected = (starts[name] * operator.matvec(starts[name])).sum(-1)
+        torch.testing.assert_close(
+            quotients[name][0].detach(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+        )

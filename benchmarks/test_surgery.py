@@ -1,0 +1,82 @@
+"""Splitting 35% of all filters of a full-size MobileNetV1 with its optimizer's state."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import torch
+import torch.nn.functional as F
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import s3d_fast as s3d
+from benchmarks.compare import compare, copy_bandwidth, without_extension
+from s3d_fast.models import MobileNetV1
+
+Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
+
+
+def trained() -> Trained:
+    """Return a MobileNetV1 1.0x and an Adam with state for all of its parameters."""
+    torch.manual_seed(0)
+    model = MobileNetV1()
+    optimizer = torch.optim.Adam(model.parameters())
+    F.cross_entropy(model(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def random_plan(model: torch.nn.Module, fraction: float) -> s3d.SplitPlan:
+    """Return a plan that splits a fraction of the filters of every unit in two, along random directions."""
+    graph = s3d.trace(model, torch.randn(2, 3, 64, 64))
+    splits = []
+    for unit in graph:
+        for neuron in torch.randperm(unit.width)[: round(fraction * unit.width)].tolist():
+            direction = F.normalize(torch.randn(unit.fan_in), dim=0)
+            weights = torch.tensor([0.5, 0.5])
+            splits.append(s3d.NeuronSplit(unit.name, neuron, weights, torch.stack([direction, -direction]), -1.0))
+    return s3d.SplitPlan(graph, splits)
+
+
+def nbytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of all parameters, buffers and optimizer state."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def test_apply_splits(benchmark: BenchmarkFixture) -> None:
+    benchmark.group = "surgery"
+    model, optimizer = trained()
+    plan = random_plan(model, 0.35)
+    # Splitting changes the model: every call gets a copy, made before the clock starts.
+    fresh: list[Trained] = []
+
+    def supply(count: int) -> None:
+        while len(fresh) < count:
+            fresh.append(copy.deepcopy((model, optimizer)))
+
+    def apply(backend: str) -> Trained:
+        pair = fresh.pop()
+        with without_extension() if backend == "reference" else contextlib.nullcontext():
+            s3d.apply_splits(pair[0], plan, 0.01, pair[1])
+        return pair
+
+    supply(2)
+    plain, ours = apply("reference"), apply("cpu")
+    for expected, found in zip(plain[0].state_dict().values(), ours[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    work = nbytes(model, optimizer) + nbytes(*ours)
+    del plain, ours
+    rounds = 9
+    supply(2 * (rounds + 2))
+    compare(
+        benchmark,
+        lambda: apply("cpu"),
+        {"reference": lambda: apply("reference")},
+        limit=copy_bandwidth(),
+        work=work,
+        aims={"reference": 3.0, "copy": 0.5},
+        rounds=rounds,
+    )
