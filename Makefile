@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench lint format clean
+.PHONY: help install demo test bench asan lint format clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -25,9 +25,19 @@ demo: $(READY) ## Grow RBF networks with S2D and S3D (about three minutes); figu
 test: $(READY) ## Run the tests.
 	$(BIN)/python -m pytest -q
 
-bench: $(READY) ## Time the operations, as ratios against the reference; JSON goes to runs/bench.json.
+bench: $(READY) ## Time everything against the reference; runs/bench.json, and the table of ratios runs/benchmarks.md.
 	mkdir -p runs
 	$(BIN)/python -m pytest -q benchmarks --benchmark-enable --benchmark-json=runs/bench.json
+	$(BIN)/python -m benchmarks.table runs/bench.json > runs/benchmarks.md
+	cat runs/benchmarks.md
+
+# A copy of the package with a checked build of the extension, and the tests beside it.
+ASAN := build/asan
+asan: $(READY) ## Run the tests of the extension under AddressSanitizer and UndefinedBehaviorSanitizer.
+	S3D_FAST_SANITIZE=1 $(BIN)/python setup.py --quiet build --build-base $(ASAN) --build-lib $(ASAN)/lib
+	cp -r tests pyproject.toml $(ASAN)/lib/
+	cd $(ASAN)/lib && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(CURDIR)/$(BIN)/python -m pytest -q tests/test_extension*.py
 
 lint: $(READY) ## Check style and types.
 	$(BIN)/ruff check .

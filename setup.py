@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ def extension() -> dict[str, Any]:
             "ninja, then: pip install --no-build-isolation ."
         )
         return {}
+    flags = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
+    if os.environ.get("S3D_FAST_SANITIZE"):
+        # For `make asan`.
+        flags += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
     module = CppExtension(
         "s3d_fast._C",
         SOURCES,
         include_dirs=[str(Path("csrc").resolve()), pybind11.get_include()],
-        extra_compile_args=["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi"],
-        extra_link_args=["-fopenmp"],
+        extra_compile_args=flags,
+        extra_link_args=["-fopenmp", *[flag for flag in flags if flag.startswith("-fsanitize")]],
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}
 

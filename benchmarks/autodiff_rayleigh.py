@@ -1,8 +1,8 @@
 """Rayleigh-quotient descent by automatic differentiation, as in the paper's appendix: what users had before.
 
-Every neuron's output is given an extra term y/2 act''(z) (s v.x)^2. At y = 0 the network is unchanged, and the derivative
-of its loss with respect to y is v^T S v / 2 for all neurons at once; differentiating the quotient by v gives the
-direction of descent. Every step evaluates the network forwards and backwards.
+Every neuron's output is given an extra term y/2 act''(z) (s v.x)^2. At y = 0 the network is unchanged, and the
+derivative of its loss with respect to y is v^T S v / 2 for all neurons at once; differentiating the quotient by v gives
+the direction of descent. Every step evaluates the network forwards and backwards.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ extern const InstructionSet instruction_set;
 namespace avx512 {
 extern const InstructionSet instruction_set;
 }
+namespace avx512_emulated {
+extern const InstructionSet instruction_set;
+}
 #endif
 
 namespace {
@@ -26,6 +29,7 @@ struct Candidate {
     bool available;
 };
 
+// In the order in which they are preferred.
 std::vector<Candidate> candidates() {
     std::vector<Candidate> found;
 #if defined(__x86_64__)
@@ -38,6 +42,9 @@ std::vector<Candidate> candidates() {
     found.push_back({&avx2::instruction_set, has_avx2});
 #endif
     found.push_back({&portable::instruction_set, true});
+#if defined(__x86_64__)
+    found.push_back({&avx512_emulated::instruction_set, has_avx2});
+#endif
     return found;
 }
 

@@ -32,13 +32,16 @@ def report() -> dict[str, str]:
         states[extension.module.isa()] = " (in use)"
         lines["extension"] = f"compiled by {extension.module.compiler}"
         lines["instruction sets"] = ", ".join(name + state for name, state in states.items())
-    for backend in ops.BACKENDS[1:]:
-        try:
-            ops.resolve_backend(backend)
-            lines[f"backend {backend}"] = "available"
-        except RuntimeError as error:
-            lines[f"backend {backend}"] = str(error)
+    lines.update({f"backend {backend}": _backend(backend) for backend in ops.BACKENDS[1:]})
     return lines
+
+
+def _backend(backend: str) -> str:
+    try:
+        ops.resolve_backend(backend)
+    except RuntimeError as error:
+        return str(error)
+    return "available"
 
 
 def _version(package: str) -> str:

@@ -149,7 +149,7 @@ LARGE_ROWS = (
 
 
 def mobilenet_layers(widths: Sequence[int], rows: int) -> list[RowsCase]:
-    """Return the 13 pointwise layers of MobileNetV1 with these widths, the stem's included; the stem has `rows` rows."""
+    """Return the 13 pointwise layers of MobileNetV1; `widths` begins with the stem, which has `rows` rows."""
     layers = []
     for fan_in, width, stride in zip(widths[:-1], widths[1:], STRIDES, strict=True):
         rows //= stride**2

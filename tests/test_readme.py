@@ -20,9 +20,17 @@ def test_the_plain_equivalent() -> None:
     torch.testing.assert_close(eval(call, names), eval(plain, names), rtol=1e-13, atol=1e-13)
 
 
+def test_the_fast_calls() -> None:
+    X, C, V = torch.randn(50, 4), torch.randn(50, 3), torch.randn(3, 4)
+    names = {"s3d": s3d_fast, "X": X, "C": C, "V": V}
+    exec(BLOCKS[1], names)
+    torch.testing.assert_close(names["SV"][0], s3d_fast.splitting_matvec(X, C, V))  # type: ignore[index]
+    assert bool(names["spectrum"].converged.all())  # type: ignore[attr-defined]
+
+
 def test_ten_lines_grow_a_model() -> None:
     names: dict[str, object] = {}
-    exec(BLOCKS[1], names)
+    exec(BLOCKS[2], names)
     model, plan = names["model"], names["plan"]
     assert isinstance(plan, s3d_fast.SplitPlan)
     assert isinstance(model, torch.nn.Module)
@@ -32,7 +40,7 @@ def test_ten_lines_grow_a_model() -> None:
 
 def test_the_eigen_backend_alone() -> None:
     names = {"s3d": s3d_fast, "X": torch.randn(50, 4), "C": torch.randn(50, 3)}
-    exec(BLOCKS[2], names)
+    exec(BLOCKS[3], names)
     assert names["split"].weights.shape == (3, 2)  # type: ignore[attr-defined]
 
 

@@ -8,6 +8,7 @@
 #define S3D_VECTOR_BYTES 32
 #define S3D_TILE_ROWS 6
 #define S3D_TILE_VECTORS 2
+#define S3D_HALF_LANES 8
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)

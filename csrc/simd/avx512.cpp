@@ -8,6 +8,7 @@
 #define S3D_VECTOR_BYTES 64
 #define S3D_TILE_ROWS 12
 #define S3D_TILE_VECTORS 2
+#define S3D_HALF_LANES 16
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c"))), apply_to = function)

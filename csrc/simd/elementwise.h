@@ -243,11 +243,12 @@ static void widen_bfloat16(const uint16_t* from, int64_t count, float* to) {
 
 static void widen_float16(const uint16_t* from, int64_t count, float* to) {
     int64_t i = 0;
-#if S3D_VECTOR_BYTES == 64
+#if S3D_HALF_LANES == 16
     for (; i + 16 <= count; i += 16) {
-        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+        _mm512_storeu_ps(to + i, _mm512_maskz_cvtph_ps(0xffff, half));
     }
-#elif S3D_VECTOR_BYTES == 32
+#elif S3D_HALF_LANES == 8
     for (; i + 8 <= count; i += 8) {
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
     }

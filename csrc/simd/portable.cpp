@@ -5,6 +5,7 @@
 #define S3D_VECTOR_BYTES 16
 #define S3D_TILE_ROWS 4
 #define S3D_TILE_VECTORS 2
+#define S3D_HALF_LANES 0
 
 namespace s3d::portable {
 #include "simd/set.h"

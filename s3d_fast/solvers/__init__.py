@@ -76,8 +76,8 @@ def extremal_eigenpairs(
         solver: "lanczos"; "exact", which forms S; "auto", the one of these two that is expected to be faster, layer by
             layer; or "rayleigh", the paper's gradient descent and ascent.
         tol: a filter has converged when |S v - lambda v| <= tol * (its spectral radius) at both ends.
-        max_iters: steps at the most; 128 for lanczos and auto, 1000 for rayleigh by default. Filters that have not converged
-            by then are marked in `Spectrum.converged`.
+        max_iters: steps at the most; 128 for lanczos and auto, 1000 for rayleigh by default. Filters that have not
+            converged by then are marked in `Spectrum.converged`.
         backend: "auto", "reference", "cpu" or "triton".
         step: of "rayleigh", in units of 1 / (spectral radius).
         generator: the source of the random start vectors. Without one every call starts from the same vectors, and
