@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from setuptools import setup
 
 SOURCES = sorted(str(path) for path in Path("csrc").glob("**/*.cpp"))
+HEADERS = sorted(str(path) for path in Path("csrc").glob("**/*.h"))
 
 
 def extension() -> dict[str, Any]:
     """Return the setup() arguments that compile csrc/, or none where there is nothing to compile with."""
-    if not SOURCES:
+    if sys.platform != "linux":
+        print(f"s3d_fast: building without the C++ extension, which is for Linux; this is {sys.platform}.")
         return {}
     try:
         import pybind11
@@ -31,6 +34,7 @@ def extension() -> dict[str, Any]:
     module = CppExtension(
         "s3d_fast._C",
         SOURCES,
+        depends=HEADERS,
         include_dirs=[str(Path("csrc").resolve()), pybind11.get_include()],
         extra_compile_args=flags,
         extra_link_args=["-fopenmp", *[flag for flag in flags if flag.startswith("-fsanitize")]],

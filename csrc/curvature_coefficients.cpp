@@ -1,12 +1,14 @@
 // C = g * act''(z) * s^2 in one pass.
-#include "operators.h"
+#include <ATen/MemoryOverlap.h>
+
 #include "kernels.h"
+#include "operators.h"
 #include "parallel.h"
 
 namespace s3d {
 namespace {
 
-constexpr int64_t entries_per_task = 1 << 14;
+constexpr int64_t entries_per_task = 1 << 14, longest_period = 1 << 12, least_run = 512;
 
 CurvatureFormula formula_of(int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
                             at::ArrayRef<double> kink_jump, double sharpness) {
@@ -43,15 +45,20 @@ template <typename T>
 void compute(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, int64_t count, int64_t channels,
              int64_t inner, T* out) {
     const Kernels<T>& kernel = kernels<T>();
-    // A run is what one call covers: anything without a scale, a row of channels, or the entries of one channel.
-    const int64_t run = !scale ? entries_per_task : inner == 1 ? channels : inner;
+    // The scale of every entry, for as many whole periods as make a call worth while; or, where a period is long, of
+    // one channel at a time.
+    const int64_t period = channels * inner;
+    const bool by_entry = scale && period <= longest_period;
+    std::vector<T> scales(by_entry ? ceil_div(least_run, period) * period : 0);
+    for (size_t i = 0; i < scales.size(); ++i) scales[i] = scale[i / inner % channels];
+    const int64_t run = !scale ? entries_per_task : by_entry ? static_cast<int64_t>(scales.size()) : inner;
     const int64_t runs = ceil_div(count, run), runs_per_task = std::max<int64_t>(1, entries_per_task / run);
     run_tasks(ceil_div(runs, runs_per_task), [&](int64_t task) {
         const int64_t last = std::min(runs, (task + 1) * runs_per_task);
         for (int64_t i = task * runs_per_task; i < last; ++i) {
             const int64_t begin = i * run, size = std::min(run, count - begin);
-            const T factor = scale && inner > 1 ? scale[i % channels] : T(1);
-            const T* factors = scale && inner == 1 ? scale : nullptr;
+            const T factor = scale && !by_entry ? scale[i % channels] : T(1);
+            const T* factors = by_entry ? scales.data() : nullptr;
             kernel.curvature(formula, g + begin, z + begin, factors, factor * factor, size, out + begin);
         }
     });
@@ -95,23 +102,22 @@ at::Tensor curvature_coefficients(const at::Tensor& g, const at::Tensor& z, cons
     return out;
 }
 
-at::Tensor& curvature_coefficients_inplace_meta(at::Tensor& g, const at::Tensor& z,
-                                                const std::optional<at::Tensor>& scale, int64_t axis, int64_t curvature,
-                                                double a, double b, at::ArrayRef<double> kink_at,
-                                                at::ArrayRef<double> kink_jump, double sharpness) {
+void curvature_coefficients_inplace_meta(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
+                                         int64_t axis, int64_t curvature, double a, double b,
+                                         at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
+                                         double sharpness) {
     check(g, z, scale, axis);
     formula_of(curvature, a, b, kink_at, kink_jump, sharpness);
     TORCH_CHECK_VALUE(g.is_contiguous(), "g must be contiguous to be overwritten");
-    return g;
 }
 
-at::Tensor& curvature_coefficients_inplace(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
-                                           int64_t axis, int64_t curvature, double a, double b,
-                                           at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
-                                           double sharpness) {
+void curvature_coefficients_inplace(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
+                                    int64_t axis, int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
+                                    at::ArrayRef<double> kink_jump, double sharpness) {
     curvature_coefficients_inplace_meta(g, z, scale, axis, curvature, a, b, kink_at, kink_jump, sharpness);
+    at::assert_no_partial_overlap(g, z);
+    if (scale) at::assert_no_overlap(g, *scale);
     compute_into(g, g, z, scale, axis, formula_of(curvature, a, b, kink_at, kink_jump, sharpness));
-    return g;
 }
 
 }  // namespace s3d

@@ -3,6 +3,8 @@
 // The row of point i and filter j is its winning edge [x_w - x_i, x_i]. With v = [a, b],
 //     u = a.x_w + (b - a).x_i,  t = C u,  S v = [sum_i t (x_w - x_i), sum_i t x_i]:
 // products over points, a gather and a scatter. A task is a panel of filters against a slice of the clouds.
+#include <memory>
+
 #include "operators.h"
 #include "panels.h"
 
@@ -14,23 +16,25 @@ constexpr int64_t tasks_per_thread = 8;
 
 template <typename T>
 class EdgeConvProduct {
-   public:
+ public:
     EdgeConvProduct(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V, bool bias,
                     const at::Tensor& out)
-        : X_(X),
-          winner_(winner),
+        : kernel_(kernels<T>()),
+          X_(X),
           C_(C),
           V_(V),
-          out_(out),
+          winner_(winner.const_data_ptr<int64_t>()),
+          winner_strides_{winner.stride(0), winner.stride(1)},
+          cloud_strides_{X.stride(0), C.stride(0)},
+          out_(out.mutable_data_ptr<T>()),
           bias_(bias),
           clouds_(X.size(0)),
           points_(X.size(1)),
           features_(X.size(2)),
-          panels_(V.size(0), V.size(1), kernels<T>().width),
+          panels_(V.dim() == 3 ? V.size(0) : 1, V.size(-2), kernel_.width),
           sums_size_((2 * features_ + 1) * panels_.width),
-          slices_(std::clamp<int64_t>(ceil_div(at::get_num_threads() * tasks_per_thread, panels_.size()), 1,
-                                      std::max<int64_t>(1, clouds_))),
-          partials_(at::empty({slices_, panels_.size(), sums_size_}, out.options())) {}
+          slices_(std::clamp<int64_t>(ceil_div(at::get_num_threads() * tasks_per_thread, panels_.size()), 1, clouds_)),
+          partials_(new T[slices_ * panels_.size() * sums_size_]) {}
 
     void run() {
         std::atomic<bool> in_range{true};
@@ -41,19 +45,17 @@ class EdgeConvProduct {
         run_tasks(panels_.size(), [&](int64_t panel) {
             const PanelPlace place = panels_[panel];
             const int64_t depth = 2 * features_ + bias_;
-            unpack_panels(partials_.const_data_ptr<T>() + panel * sums_size_, slices_, panels_.size() * sums_size_,
-                          place.count, depth, panels_.width,
-                          out_.mutable_data_ptr<T>() + (place.k * panels_.M + place.first) * depth, depth);
+            unpack_panels(partials_.get() + panel * sums_size_, slices_, panels_.size() * sums_size_, place.count,
+                          depth, panels_.width, out_ + (place.k * panels_.M + place.first) * depth, depth);
         });
     }
 
-   private:
+ private:
     // Returns whether all winners are in range.
     bool run_task(int64_t slice, int64_t panel) const {
-        const Kernels<T>& kernel = kernels<T>();
         const PanelPlace place = panels_[panel];
         const int64_t width = panels_.width, tile = tile_rows * width;
-        const RowTiles<T> any_cloud(Matrix<T>(X_[0]), false);
+        const RowTiles<T> any_cloud(X_, false);
 
         Scratch& scratch = Scratch::of_thread();
         scratch.reset(2 * Scratch::bytes_for<T>(features_ * width) + 2 * Scratch::bytes_for<T>(points_ * width) +
@@ -70,57 +72,60 @@ class EdgeConvProduct {
         T* offset = scratch.take<T>(width);
         std::fill(ones, ones + tile_rows, T(1));
 
-        const T* v = V_.const_data_ptr<T>() + place.k * V_.stride(0) + place.first * V_.stride(1);
-        pack_panel(v, V_.stride(1), place.count, features_, width, a);
-        pack_panel(v + features_, V_.stride(1), place.count, features_, width, b_less_a);
+        V_.pack(place, 0, features_, width, a);
+        V_.pack(place, features_, features_, width, b_less_a);
         for (int64_t i = 0; i < features_ * width; ++i) b_less_a[i] -= a[i];
         std::fill(offset, offset + width, T(0));
-        for (int64_t j = 0; bias_ && j < place.count; ++j) offset[j] = v[j * V_.stride(1) + 2 * features_];
+        for (int64_t j = 0; bias_ && j < place.count; ++j) offset[j] = V_.get(place, j, 2 * features_);
 
-        T* sums = partials_.mutable_data_ptr<T>() + (slice * panels_.size() + panel) * sums_size_;
+        T* sums = partials_.get() + (slice * panels_.size() + panel) * sums_size_;
         T* sums_a = sums;
         T* sums_b = sums + features_ * width;
         T* sums_bias = sums + 2 * features_ * width;
         std::memset(sums, 0, sums_size_ * sizeof(T));
 
         for (int64_t cloud = clouds_ * slice / slices_; cloud < clouds_ * (slice + 1) / slices_; ++cloud) {
-            const RowTiles<T> X(Matrix<T>(X_[cloud]), false);
-            const Matrix<T> C(C_[cloud]);
+            const RowTiles<T> X(X_.shifted(cloud * cloud_strides_[0]), false);
+            const Matrix<T> C = C_.shifted(cloud * cloud_strides_[1]);
+            const int64_t* winner = winner_ + cloud * winner_strides_[0] + place.first;
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
                 const T* x = X.get(row, rows, x_copy);
-                kernel.project(x, X.stride(), rows, features_, a, nullptr, 0, projected + row * width);
+                kernel_.project(x, X.stride(), rows, features_, a, nullptr, 0, projected + row * width);
             }
             std::memset(received, 0, points_ * width * sizeof(T));
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
                 const T* x = X.get(row, rows, x_copy);
-                kernel.project(x, X.stride(), rows, features_, b_less_a, nullptr, 0, t);
+                kernel_.project(x, X.stride(), rows, features_, b_less_a, nullptr, 0, t);
                 const CoefficientTile<T> c(C, row, rows, place, width, c_copy);
-                const int64_t* winner = winner_.const_data_ptr<int64_t>() + cloud * winner_.stride(0) +
-                                        row * winner_.stride(1) + place.first;
-                if (!kernel.exchange(winner, winner_.stride(1), row, rows, points_, place.count, c.data, c.stride,
-                                     offset, projected, received, t)) {
+                if (!kernel_.exchange(winner + row * winner_strides_[1], winner_strides_[1], row, rows, points_,
+                                      place.count, c.data, c.stride, offset, projected, received, t)) {
                     return false;
                 }
-                kernel.accumulate(x, X.stride(), rows, features_, t, sums_b);
-                if (bias_) kernel.accumulate(ones, 1, rows, 1, t, sums_bias);
+                kernel_.accumulate(x, X.stride(), rows, features_, t, sums_b);
+                if (bias_) kernel_.accumulate(ones, 1, rows, 1, t, sums_bias);
             }
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
-                kernel.accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width,
-                                  sums_a);
+                kernel_.accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width,
+                                   sums_a);
             }
         }
         return true;
     }
 
-    const at::Tensor X_, winner_, C_, V_, out_;
+    const Kernels<T>& kernel_;
+    const Matrix<T> X_, C_;  // of the first cloud
+    const Vectors<T> V_;
+    const int64_t* const winner_;
+    const int64_t winner_strides_[2], cloud_strides_[2];
+    T* const out_;
     const bool bias_;
     const int64_t clouds_, points_, features_;
     const PanelGrid panels_;
     const int64_t sums_size_, slices_;
-    const at::Tensor partials_;  // (slices, panels, 2 features + 1, width)
+    const std::unique_ptr<T[]> partials_;  // (slices, panels, 2 features + 1, width)
 };
 
 }  // namespace
@@ -130,8 +135,8 @@ at::Tensor edgeconv_matvec_meta(const at::Tensor& X, const at::Tensor& winner, c
     check_storage("X", X, V);
     check_storage("C", C, V);
     TORCH_CHECK_VALUE(X.dim() == 3, "X must have shape (B, P, F), got ", X.sizes());
-    TORCH_CHECK_VALUE(C.dim() == 3 && C.size(0) == X.size(0) && C.size(1) == X.size(1), "C must have shape (", X.size(0),
-                      ", ", X.size(1), ", M), got ", C.sizes());
+    TORCH_CHECK_VALUE(C.dim() == 3 && C.size(0) == X.size(0) && C.size(1) == X.size(1), "C must have shape (",
+                      X.size(0), ", ", X.size(1), ", M), got ", C.sizes());
     TORCH_CHECK_TYPE(winner.scalar_type() == at::kLong, "winner must be int64, got ", winner.scalar_type());
     TORCH_CHECK_VALUE(winner.sizes() == C.sizes(), "winner must have shape ", C.sizes(), ", got ", winner.sizes());
     TORCH_CHECK_VALUE(winner.device() == X.device(), "winner must be on ", X.device(), ", got ", winner.device());
@@ -146,12 +151,10 @@ at::Tensor edgeconv_matvec(const at::Tensor& X, const at::Tensor& winner, const 
     at::Tensor result = edgeconv_matvec_meta(X, winner, C, V, bias);
     if (result.numel() == 0 || C.numel() == 0) return result.zero_();
     const at::Tensor places = winner.stride(-1) == 1 ? winner : winner.contiguous();
-    const at::Tensor v = V.stride(-1) == 1 ? V : V.contiguous();
-    const at::Tensor v3 = v.dim() == 3 ? v : v.unsqueeze(0);
     if (V.scalar_type() == at::kFloat) {
-        EdgeConvProduct<float>(X, places, C, v3, bias, result).run();
+        EdgeConvProduct<float>(X, places, C, V, bias, result).run();
     } else {
-        EdgeConvProduct<double>(X, places, C, v3, bias, result).run();
+        EdgeConvProduct<double>(X, places, C, V, bias, result).run();
     }
     return result;
 }

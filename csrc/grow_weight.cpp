@@ -1,5 +1,6 @@
 // The weight of a layer after splits, in one pass over the new weight:
-//     out[r, i, :] = (row_scale[r] * weight[rows[r], columns[i], :] + shift[shift_rows[r], columns[i], :]) * column_scale[i]
+//     out[r, i, :] = (row_scale[r] * weight[rows[r], columns[i], :] + shift[shift_rows[r], columns[i], :]) *
+//     column_scale[i]
 #include <ATen/ops/arange.h>
 
 #include <algorithm>
@@ -25,7 +26,8 @@ void check_vector(const char* name, const at::Tensor& tensor, at::ScalarType typ
 void check_range(const char* name, const at::Tensor& index, int64_t low, int64_t high) {
     const int64_t* data = index.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < index.numel(); ++i) {
-        TORCH_CHECK_INDEX(low <= data[i] && data[i] < high, name, " must lie in [", low, ", ", high, "), got ", data[i]);
+        TORCH_CHECK_INDEX(low <= data[i] && data[i] < high, name, " must lie in [", low, ", ", high, "), got ",
+                          data[i]);
     }
 }
 
@@ -39,12 +41,12 @@ const T* data_or_null(const at::Tensor& tensor) {
 // The columns as the kernel wants them, every index standing for `inner` neighbouring entries.
 template <typename T>
 class ColumnPlan {
-   public:
-    ColumnPlan(const at::Tensor& columns, const at::Tensor& column_scale, int64_t inner, int64_t row_size)
-        : index_(columns.numel() * inner), place_(index_.size()), first_(index_.size() / kernels<T>().lanes) {
+ public:
+    ColumnPlan(const at::Tensor& columns, const at::Tensor& column_scale, int64_t inner, int64_t row_size,
+               int64_t lanes)
+        : index_(columns.numel() * inner), place_(index_.size()), first_(index_.size() / lanes) {
         const int64_t* from = columns.const_data_ptr<int64_t>();
         for (size_t i = 0; i < index_.size(); ++i) index_[i] = from[i / inner] * inner + i % inner;
-        const int64_t lanes = kernels<T>().lanes;
         for (size_t block = 0; block < first_.size(); ++block) {
             const int64_t* entries = index_.data() + block * lanes;
             const int64_t first = std::min(*std::min_element(entries, entries + lanes), row_size - lanes);
@@ -63,7 +65,7 @@ class ColumnPlan {
     Columns<T> view() const { return {index_.data(), first_.data(), place_.data()}; }
     const T* scale() const { return scale_.empty() ? nullptr : scale_.data(); }
 
-   private:
+ private:
     std::vector<int64_t> index_;
     std::vector<Integer<T>> place_;
     std::vector<int64_t> first_;
@@ -77,10 +79,11 @@ void compute(const at::Tensor& weight, const at::Tensor& rows, const at::Tensor&
     const int64_t row_size = weight.numel() / weight.size(0), new_rows = rows.numel();
     const int64_t new_size = out.numel() / new_rows;
     const int64_t inner = weight.dim() > 1 ? row_size / weight.size(1) : 1;
+    const Kernels<T>& kernel = kernels<T>();
     std::optional<ColumnPlan<T>> plan;
     Columns<T> view{};
     if (columns.defined()) {
-        plan.emplace(columns, column_scale, inner, row_size);
+        plan.emplace(columns, column_scale, inner, row_size, kernel.lanes);
         view = plan->view();
     }
     const T* old = weight.const_data_ptr<T>();
@@ -94,18 +97,19 @@ void compute(const at::Tensor& weight, const at::Tensor& rows, const at::Tensor&
         const int64_t end = std::min(new_rows, (task + 1) * rows_per_task);
         for (int64_t r = task * rows_per_task; r < end; ++r) {
             const int64_t s = moved_index ? moved_index[r] : r;
-            kernels<T>().grow_row(old + index[r] * row_size, scale ? scale[r] : T(1),
-                                  moved && s >= 0 ? moved + s * row_size : nullptr, plan ? &view : nullptr,
-                                  plan ? plan->scale() : nullptr, new_size, to + r * new_size);
+            kernel.grow_row(old + index[r] * row_size, scale ? scale[r] : T(1),
+                            moved && s >= 0 ? moved + s * row_size : nullptr, plan ? &view : nullptr,
+                            plan ? plan->scale() : nullptr, new_size, to + r * new_size);
         }
     });
 }
 
 }  // namespace
 
-at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows, const std::optional<at::Tensor>& row_scale,
-                            const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& shift_rows,
-                            const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale) {
+at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows,
+                            const std::optional<at::Tensor>& row_scale, const std::optional<at::Tensor>& shift,
+                            const std::optional<at::Tensor>& shift_rows, const std::optional<at::Tensor>& columns,
+                            const std::optional<at::Tensor>& column_scale) {
     const at::ScalarType type = weight.scalar_type();
     TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "weight must be float32 or float64, got ", type);
     TORCH_CHECK_VALUE(weight.dim() >= 1, "weight must have at least one dimension");

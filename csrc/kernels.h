@@ -63,14 +63,14 @@ struct Kernels {
     // The exchange between the points of a cloud: for point n of `rows` points from number `first` on,
     //     t[n, :] = C[n, :] * (t[n, :] + offset[:] + projected[winner[n, :], :]),
     //     received[winner[n, :], :] += t[n, :],  received[n, :] -= t[n, :],
-    // where t, projected and received are panels, and `count` of their columns are filters. Returns false, at once, when
-    // a winner is not in [0, points).
+    // where t, projected and received are panels, and `count` of their columns are filters. Returns false, at once,
+    // when a winner is not in [0, points).
     bool (*exchange)(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
                      int64_t count, const T* C, int64_t c_stride, const T* offset, const T* projected, T* received,
                      T* t);
 
-    // Y[n, p] = X[n, a] X[n, b] for the pairs a <= b in the order (0, 0), (0, 1), ..., (1, 1), ...: `pairs` of them from
-    // number `first` on. Up to lanes - 1 entries beyond the end of a row of X are read, and of Y written.
+    // Y[n, p] = X[n, a] X[n, b] for the pairs a <= b in the order (0, 0), (0, 1), ..., (1, 1), ...: `pairs` of them
+    // from number `first` on. Up to lanes - 1 entries beyond the end of a row of X are read, and of Y written.
     void (*pair_products)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, int64_t first, int64_t pairs, T* Y,
                           int64_t y_stride);
 
@@ -112,7 +112,8 @@ std::vector<std::string> available_isas();
 // Those that were compiled, best first.
 std::vector<std::string> compiled_isas();
 
-// Choose by name, for tests and comparisons; throws std::invalid_argument if it is not available.
+// Choose by name, for tests and comparisons. Operators that are running finish as they began; throws
+// std::invalid_argument if it is not available.
 void use_isa(const std::string& name);
 
 template <typename T>

@@ -29,15 +29,21 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
     const T noise = std::numeric_limits<T>::epsilon() * (T(10) + std::sqrt(static_cast<T>(width)));
     const int64_t per_task = std::max<int64_t>(1, 20000 / ((step + 1) * width));
     const Kernels<T>& kernel = kernels<T>();
+    T* const spaces = basis.mutable_data_ptr<T>();
+    T* const diagonals = alpha.mutable_data_ptr<T>();
+    T* const couplings = beta.mutable_data_ptr<T>();
+    T* const scales = scale.mutable_data_ptr<T>();
+    int64_t* const lengths = length.mutable_data_ptr<int64_t>();
+    const T* const products = product.const_data_ptr<T>();
     run_tasks(ceil_div(filters, per_task), [&](int64_t task) {
         std::vector<T> components(step + 1);
         for (int64_t j = task * per_task; j < std::min(filters, (task + 1) * per_task); ++j) {
-            T* vectors = basis.mutable_data_ptr<T>() + j * basis.stride(0);
+            T* vectors = spaces + j * basis.stride(0);
             T* next = vectors + (step + 1) * width;
-            T& a = alpha.mutable_data_ptr<T>()[j * alpha.stride(0) + step];
-            T& b = beta.mutable_data_ptr<T>()[j * beta.stride(0) + step];
-            T& largest = scale.mutable_data_ptr<T>()[j];
-            int64_t& dimension = length.mutable_data_ptr<int64_t>()[j];
+            T& a = diagonals[j * alpha.stride(0) + step];
+            T& b = couplings[j * beta.stride(0) + step];
+            T& largest = scales[j];
+            int64_t& dimension = lengths[j];
             if (step > 0 && (&b)[-1] == 0) {
                 // Exhausted before: nothing is added.
                 a = b = 0;
@@ -45,7 +51,7 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
                 continue;
             }
             dimension = step + 1;
-            const T* from = product.const_data_ptr<T>() + j * product.stride(0);
+            const T* from = products + j * product.stride(0);
             std::copy(from, from + width, next);
             a = kernel.dot(vectors + step * width, next, width);
             // Once removes the component along the space; twice removes what rounding left of it. All components first,
@@ -73,9 +79,8 @@ void extremes(const at::Tensor& alpha, const at::Tensor& beta, const at::Tensor&
             double* const ends[2] = {vector, vector + steps};
             std::fill(vector, vector + 2 * steps, 0.);
             tridiagonal::extremes(alpha.const_data_ptr<T>() + j * alpha.stride(0),
-                                  beta.const_data_ptr<T>() + j * beta.stride(0),
-                                  length.const_data_ptr<int64_t>()[j], work.data(),
-                                  values.mutable_data_ptr<double>() + 2 * j, ends);
+                                  beta.const_data_ptr<T>() + j * beta.stride(0), length.const_data_ptr<int64_t>()[j],
+                                  work.data(), values.mutable_data_ptr<double>() + 2 * j, ends);
         }
     });
 }
@@ -86,17 +91,17 @@ void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor
                         at::Tensor& length, at::Tensor& scale, int64_t step) {
     const auto type = basis.scalar_type();
     TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "basis must be float32 or float64, got ", type);
-    TORCH_CHECK_VALUE(basis.dim() == 3 && basis.is_contiguous(), "basis must be contiguous, (M, capacity, D), got ",
-                      basis.sizes());
+    TORCH_CHECK_VALUE(basis.dim() == 3 && basis.size(2) > 0 && basis.is_contiguous(),
+                      "basis must be contiguous, (M, capacity, D), D > 0, got ", basis.sizes());
     const int64_t filters = basis.size(0);
-    TORCH_CHECK_VALUE(0 <= step && step + 1 < basis.size(1), "step must lie in [0, ", basis.size(1) - 1, "), got ", step);
+    TORCH_CHECK_VALUE(0 <= step && step < basis.size(1) - 1, "step must lie in [0, ", basis.size(1) - 1, "), got ",
+                      step);
     TORCH_CHECK_VALUE(product.dim() == 2 && product.size(0) == filters && product.size(1) == basis.size(2),
                       "product must have shape (", filters, ", ", basis.size(2), "), got ", product.sizes());
     for (const at::Tensor* numbers : {&alpha, &beta}) {
-        TORCH_CHECK_VALUE(numbers->dim() == 2 && numbers->size(0) == filters && numbers->size(1) > step &&
-                              numbers->is_contiguous(),
-                          "alpha and beta must be contiguous, (", filters, ", more than ", step, "), got ",
-                          numbers->sizes());
+        TORCH_CHECK_VALUE(
+            numbers->dim() == 2 && numbers->size(0) == filters && numbers->size(1) > step && numbers->is_contiguous(),
+            "alpha and beta must be contiguous, (", filters, ", more than ", step, "), got ", numbers->sizes());
     }
     TORCH_CHECK_VALUE(length.dim() == 1 && length.size(0) == filters && length.is_contiguous(),
                       "length must have shape (", filters, "), got ", length.sizes());
@@ -106,10 +111,14 @@ void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor
     TORCH_CHECK_TYPE(product.scalar_type() == type && alpha.scalar_type() == type && beta.scalar_type() == type &&
                          scale.scalar_type() == type,
                      "product, alpha, beta and scale must be ", type);
+    for (const at::Tensor* other : std::initializer_list<const at::Tensor*>{&product, &alpha, &beta, &length, &scale}) {
+        TORCH_CHECK_VALUE(other->device() == basis.device(), "product, alpha, beta, length and scale must be on ",
+                          basis.device(), ", got ", other->device());
+    }
 }
 
-void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta, at::Tensor& length,
-                   at::Tensor& scale, int64_t step) {
+void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,
+                   at::Tensor& length, at::Tensor& scale, int64_t step) {
     krylov_extend_meta(basis, product, alpha, beta, length, scale, step);
     const at::Tensor dense = product.contiguous();
     if (basis.scalar_type() == at::kFloat) {
@@ -125,10 +134,13 @@ std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& a
     TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "alpha must be float32 or float64, got ", type);
     TORCH_CHECK_TYPE(beta.scalar_type() == type, "beta must be ", type, ", got ", beta.scalar_type());
     TORCH_CHECK_TYPE(length.scalar_type() == at::kLong, "length must be int64, got ", length.scalar_type());
-    TORCH_CHECK_VALUE(alpha.dim() == 2 && alpha.size(1) > 0, "alpha must have shape (M, k), k > 0, got ", alpha.sizes());
+    TORCH_CHECK_VALUE(alpha.dim() == 2 && alpha.size(1) > 0, "alpha must have shape (M, k), k > 0, got ",
+                      alpha.sizes());
     TORCH_CHECK_VALUE(beta.sizes() == alpha.sizes(), "beta must have shape ", alpha.sizes(), ", got ", beta.sizes());
     TORCH_CHECK_VALUE(length.dim() == 1 && length.size(0) == alpha.size(0), "length must have shape (", alpha.size(0),
                       "), got ", length.sizes());
+    TORCH_CHECK_VALUE(beta.device() == alpha.device() && length.device() == alpha.device(),
+                      "beta and length must be on ", alpha.device(), ", got ", beta.device(), " and ", length.device());
     const auto options = alpha.options().dtype(at::kDouble);
     return {at::empty({alpha.size(0), 2}, options), at::empty({alpha.size(0), 2, alpha.size(1)}, options)};
 }

@@ -24,13 +24,22 @@ struct Matrix {
     int64_t rows, columns, row_stride, column_stride;
 
     Matrix() = default;
+    // The last two dimensions of a tensor.
     explicit Matrix(const at::Tensor& tensor)
         : data(tensor.const_data_ptr()),
           storage(storage_of(tensor)),
-          rows(tensor.size(0)),
-          columns(tensor.size(1)),
-          row_stride(tensor.stride(0)),
-          column_stride(tensor.stride(1)) {}
+          rows(tensor.size(-2)),
+          columns(tensor.size(-1)),
+          row_stride(tensor.stride(-2)),
+          column_stride(tensor.stride(-1)) {}
+
+    // The matrix that begins `entries` entries further on.
+    Matrix shifted(int64_t entries) const {
+        Matrix result = *this;
+        const int64_t size = storage == Storage::same ? sizeof(T) : 2;
+        result.data = static_cast<const char*>(data) + entries * size;
+        return result;
+    }
 
     // Whether rows can be read where they are.
     bool is_direct() const { return storage == Storage::same && column_stride == 1; }
@@ -41,10 +50,11 @@ struct Matrix {
 
     // to[i * to_stride + j] = entry (row + i, column + j), for `height` rows and `count` columns.
     void copy(int64_t row, int64_t height, int64_t column, int64_t count, T* to, int64_t to_stride) const {
+        if (count == 0) return;
         for (int64_t i = 0; i < height; ++i) copy_row(row + i, column, count, to + i * to_stride);
     }
 
-   private:
+ private:
     void copy_row(int64_t row, int64_t column, int64_t count, T* to) const {
         const int64_t start = row * row_stride + column * column_stride;
         if (storage == Storage::same) {

@@ -1,5 +1,6 @@
 // Registers the operators (torch.ops.s3d_fast.*) and makes the Python module s3d_fast._C.
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -12,8 +13,10 @@ void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor&
     const at::ScalarType type = compute.scalar_type(), stored = tensor.scalar_type();
     TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "V must be float32 or float64, got ", type);
     const bool fits = stored == type || (type == at::kFloat && (stored == at::kBFloat16 || stored == at::kHalf));
-    TORCH_CHECK_TYPE(fits, name, " must be ", type, type == at::kFloat ? ", bfloat16 or float16" : "", ", got ", stored);
-    TORCH_CHECK_VALUE(tensor.device() == compute.device(), name, " must be on ", compute.device(), ", got ", tensor.device());
+    TORCH_CHECK_TYPE(fits, name, " must be ", type, type == at::kFloat ? ", bfloat16 or float16" : "", ", got ",
+                     stored);
+    TORCH_CHECK_VALUE(tensor.device() == compute.device(), name, " must be on ", compute.device(), ", got ",
+                      tensor.device());
     TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && compute.layout() == at::kStrided, name, " must be dense");
 }
 
@@ -24,11 +27,19 @@ TORCH_LIBRARY(s3d_fast, m) {
     m.def("splitting_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] V, bool[] bias) -> Tensor[]");
     m.def("edgeconv_matvec(Tensor X, Tensor winner, Tensor C, Tensor V, bool bias) -> Tensor");
     m.def("splitting_matrices(Tensor X, Tensor C, bool bias) -> Tensor");
-    m.def("add_splitting_matrices(Tensor(a!) out, Tensor X, Tensor C, bool bias, float weight) -> Tensor(a!)");
-    m.def("curvature_coefficients(Tensor g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float sharpness) -> Tensor");
-    m.def("curvature_coefficients_(Tensor(a!) g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float sharpness) -> Tensor(a!)");
-    m.def("grow_weight(Tensor weight, Tensor rows, Tensor? row_scale, Tensor? shift, Tensor? shift_rows, Tensor? columns, Tensor? column_scale) -> Tensor");
-    m.def("krylov_extend(Tensor(a!) basis, Tensor product, Tensor(b!) alpha, Tensor(c!) beta, Tensor(d!) length, Tensor(e!) scale, int step) -> ()");
+    m.def("add_splitting_matrices(Tensor(a!) out, Tensor X, Tensor C, bool bias, float weight) -> ()");
+    m.def(
+        "curvature_coefficients(Tensor g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] "
+        "kink_at, float[] kink_jump, float sharpness) -> Tensor");
+    m.def(
+        "curvature_coefficients_(Tensor(a!) g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, "
+        "float[] kink_at, float[] kink_jump, float sharpness) -> ()");
+    m.def(
+        "grow_weight(Tensor weight, Tensor rows, Tensor? row_scale, Tensor? shift, Tensor? shift_rows, Tensor? "
+        "columns, Tensor? column_scale) -> Tensor");
+    m.def(
+        "krylov_extend(Tensor(a!) basis, Tensor product, Tensor(b!) alpha, Tensor(c!) beta, Tensor(d!) length, "
+        "Tensor(e!) scale, int step) -> ()");
     m.def("symmetric_extremes(Tensor S) -> (Tensor, Tensor)");
     m.def("tridiagonal_extremes(Tensor alpha, Tensor beta, Tensor length) -> (Tensor, Tensor)");
 }
@@ -59,6 +70,28 @@ TORCH_LIBRARY_IMPL(s3d_fast, Meta, m) {
     m.impl("krylov_extend", s3d::krylov_extend_meta);
     m.impl("symmetric_extremes", s3d::symmetric_extremes_meta);
     m.impl("tridiagonal_extremes", s3d::tridiagonal_extremes_meta);
+}
+
+// None of them can be differentiated: an error, and not a gradient of zero.
+TORCH_LIBRARY_IMPL(s3d_fast, Autograd, m) {
+    m.impl("splitting_matvec", torch::autograd::autogradNotImplementedFallback());
+    m.impl("splitting_matvec_grouped", torch::autograd::autogradNotImplementedFallback());
+    m.impl("edgeconv_matvec", torch::autograd::autogradNotImplementedFallback());
+    m.impl("splitting_matrices", torch::autograd::autogradNotImplementedFallback());
+    m.impl("add_splitting_matrices", torch::autograd::autogradNotImplementedFallback());
+    m.impl("curvature_coefficients", torch::autograd::autogradNotImplementedFallback());
+    m.impl("curvature_coefficients_", torch::autograd::autogradNotImplementedFallback());
+    m.impl("grow_weight", torch::autograd::autogradNotImplementedFallback());
+    m.impl("krylov_extend", torch::autograd::autogradNotImplementedFallback());
+    m.impl("symmetric_extremes", torch::autograd::autogradNotImplementedFallback());
+    m.impl("tridiagonal_extremes", torch::autograd::autogradNotImplementedFallback());
+}
+
+// Those that change an argument say so to autograd.
+TORCH_LIBRARY_IMPL(s3d_fast, ADInplaceOrView, m) {
+    m.impl("add_splitting_matrices", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+    m.impl("curvature_coefficients_", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+    m.impl("krylov_extend", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -29,9 +29,8 @@ at::Tensor splitting_matrices(const at::Tensor& X, const at::Tensor& C, bool bia
 at::Tensor splitting_matrices_meta(const at::Tensor& X, const at::Tensor& C, bool bias);
 
 // out += weight * (the splitting matrices).
-at::Tensor& add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight);
-at::Tensor& add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias,
-                                        double weight);
+void add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight);
+void add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight);
 
 // C = g * act''(z) * scale^2, with one scale per entry of dimension `axis`; see CurvatureFormula for the rest.
 at::Tensor curvature_coefficients(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
@@ -41,25 +40,25 @@ at::Tensor curvature_coefficients_meta(const at::Tensor& g, const at::Tensor& z,
                                        int64_t axis, int64_t curvature, double a, double b,
                                        at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump, double sharpness);
 // The same, written over g.
-at::Tensor& curvature_coefficients_inplace(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
-                                           int64_t axis, int64_t curvature, double a, double b,
-                                           at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
-                                           double sharpness);
-at::Tensor& curvature_coefficients_inplace_meta(at::Tensor& g, const at::Tensor& z,
-                                                const std::optional<at::Tensor>& scale, int64_t axis, int64_t curvature,
-                                                double a, double b, at::ArrayRef<double> kink_at,
-                                                at::ArrayRef<double> kink_jump, double sharpness);
+void curvature_coefficients_inplace(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
+                                    int64_t axis, int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
+                                    at::ArrayRef<double> kink_jump, double sharpness);
+void curvature_coefficients_inplace_meta(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
+                                         int64_t axis, int64_t curvature, double a, double b,
+                                         at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
+                                         double sharpness);
 
 at::Tensor grow_weight(const at::Tensor& weight, const at::Tensor& rows, const std::optional<at::Tensor>& row_scale,
                        const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& shift_rows,
                        const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale);
-at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows, const std::optional<at::Tensor>& row_scale,
-                            const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& shift_rows,
-                            const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale);
+at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows,
+                            const std::optional<at::Tensor>& row_scale, const std::optional<at::Tensor>& shift,
+                            const std::optional<at::Tensor>& shift_rows, const std::optional<at::Tensor>& columns,
+                            const std::optional<at::Tensor>& column_scale);
 
 // One Lanczos step of all filters: see reference.krylov_extend.
-void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta, at::Tensor& length,
-                   at::Tensor& scale, int64_t step);
+void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,
+                   at::Tensor& length, at::Tensor& scale, int64_t step);
 void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,
                         at::Tensor& length, at::Tensor& scale, int64_t step);
 
@@ -69,7 +68,8 @@ std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes(const at::Tensor& alpha,
 std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& alpha, const at::Tensor& beta,
                                                              const at::Tensor& length);
 
-// The extreme eigenvalues (M, 2) and unit eigenvectors (M, 2, D) of symmetric matrices (M, D, D), in float64.
+// The extreme eigenvalues (M, 2) and unit eigenvectors (M, 2, D) of symmetric matrices (M, D, D), in float64. Of a
+// repeated eigenvalue, any vector of its space: where both ends are the same, maybe the same vector.
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes(const at::Tensor& S);
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S);
 

@@ -22,14 +22,31 @@ struct PanelGrid {
     }
 };
 
-// panel[d, j] = from[j * stride + d], zero beyond `count` filters.
+// Vectors (K, M, D) of the filters, with any strides.
 template <typename T>
-void pack_panel(const T* from, int64_t stride, int64_t count, int64_t depth, int64_t width, T* panel) {
-    if (count < width) std::memset(panel, 0, depth * width * sizeof(T));
-    for (int64_t d = 0; d < depth; ++d) {
-        for (int64_t j = 0; j < count; ++j) panel[d * width + j] = from[j * stride + d];
+struct Vectors {
+    const T* data;
+    int64_t set_stride, filter_stride, entry_stride;
+
+    // V is (M, D) or (K, M, D).
+    explicit Vectors(const at::Tensor& V)
+        : data(V.const_data_ptr<T>()),
+          set_stride(V.dim() == 3 ? V.stride(0) : 0),
+          filter_stride(V.stride(-2)),
+          entry_stride(V.stride(-1)) {}
+
+    T get(const PanelPlace& place, int64_t j, int64_t d) const {
+        return data[place.k * set_stride + (place.first + j) * filter_stride + d * entry_stride];
     }
-}
+
+    // panel[d, j] = entry first + d of filter j, zero beyond the filters that there are.
+    void pack(const PanelPlace& place, int64_t first, int64_t depth, int64_t width, T* panel) const {
+        if (place.count < width) std::memset(panel, 0, depth * width * sizeof(T));
+        for (int64_t d = 0; d < depth; ++d) {
+            for (int64_t j = 0; j < place.count; ++j) panel[d * width + j] = get(place, j, first + d);
+        }
+    }
+};
 
 // to[j * stride + d] = sum over r of panel[r * panel_stride + (d, j)], in the order of r.
 template <typename T>
@@ -44,8 +61,8 @@ void unpack_panels(const T* panel, int64_t panels, int64_t panel_stride, int64_t
     }
 }
 
-// The row stride of a scratch matrix: an odd number of cache lines, so that the entries of a column do not all fall into
-// a few sets of the cache.
+// The row stride of a scratch matrix: an odd number of cache lines, so that the entries of a column do not all fall
+// into a few sets of the cache.
 template <typename T>
 int64_t odd_lines(int64_t columns) {
     const int64_t line = 64 / sizeof(T);
@@ -56,7 +73,7 @@ int64_t odd_lines(int64_t columns) {
 // else copied.
 template <typename T>
 class RowTiles {
-   public:
+ public:
     // With `room`, at least so many entries may be read beyond the end of a row.
     RowTiles(const Matrix<T>& X, bool bias, int64_t room = 0) : X_(X), bias_(bias) {
         const int64_t bytes = X.row_stride * static_cast<int64_t>(sizeof(T));
@@ -77,7 +94,7 @@ class RowTiles {
         return scratch;
     }
 
-   private:
+ private:
     static constexpr int64_t max_direct_stride = 1024;
     Matrix<T> X_;
     bool bias_, direct_;

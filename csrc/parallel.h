@@ -22,16 +22,17 @@ void run_tasks(int64_t count, const Task& task) {
 
 // Memory of the calling thread, kept for the next call: a fresh allocation costs a page fault per 4 KiB.
 class Scratch {
-   public:
+ public:
     static Scratch& of_thread() {
         static thread_local Scratch scratch;
         return scratch;
     }
 
-    // Everything taken before is free again; `bytes` is what will be taken at the most.
+    // Everything taken before is free again; `bytes` is what will be taken at the most. What was needed once and is
+    // large and not needed now is given back.
     void reset(std::size_t bytes) {
         used_ = 0;
-        if (bytes <= size_) return;
+        if (bytes <= size_ && (size_ <= kept || bytes > size_ / 2)) return;
         std::free(memory_);
         size_ = 0;
         memory_ = static_cast<char*>(std::aligned_alloc(alignment, round_up(bytes)));
@@ -52,8 +53,8 @@ class Scratch {
         return round_up(static_cast<std::size_t>(count) * sizeof(T));
     }
 
-   private:
-    static constexpr std::size_t alignment = 64;
+ private:
+    static constexpr std::size_t alignment = 64, kept = 4 << 20;
     static std::size_t round_up(std::size_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
 
     Scratch() = default;

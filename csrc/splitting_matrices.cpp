@@ -1,7 +1,11 @@
 // The dense splitting matrices S_j = sum_n C[n, j] x_n x_n^T of all filters, in one pass over the rows.
 //
-// S is symmetric: only the products x_a x_b with a <= b are formed, once for all filters, as the rows of a matrix Y, and
-// S = C^T Y is a product of panels. A task is a block of panels against a block of pairs and a slice of the rows.
+// S is symmetric: only the products x_a x_b with a <= b are formed, once for all filters, as the rows of a matrix Y,
+// and S = C^T Y is a product of panels. A task is a block of panels against a block of pairs and a slice of the rows.
+#include <ATen/MemoryOverlap.h>
+
+#include <memory>
+
 #include "operators.h"
 #include "panels.h"
 
@@ -18,26 +22,27 @@ constexpr int64_t tasks_per_thread = 4;
 
 template <typename T>
 class DenseMatrices {
-   public:
+ public:
     // out = S, or out += weight * S if asked to add.
     DenseMatrices(const at::Tensor& X, const at::Tensor& C, bool bias, const at::Tensor& out, T weight, bool add)
-        : X_(Matrix<T>(X), bias, kernels<T>().lanes),
+        : kernel_(kernels<T>()),
+          X_(Matrix<T>(X), bias, kernel_.lanes),
           C_(C),
-          out_(out),
+          out_(out.mutable_data_ptr<T>()),
           weight_(weight),
           add_(add),
           depth_(X_.depth()),
           pairs_(depth_ * (depth_ + 1) / 2),
-          panels_(1, C.size(1), kernels<T>().width),
+          panels_(1, C.size(1), kernel_.width),
           pair_blocks_(ceil_div(pairs_, pairs_per_block)),
           panel_blocks_(ceil_div(panels_.size(), panels_per_task)) {
         const int64_t threads = at::get_num_threads();
-        const int64_t size = panels_.size() * pairs_ * panels_.width;
+        const int64_t size = slice_size();
         slices_ = ceil_div(threads * tasks_per_thread, pair_blocks_ * panel_blocks_);
         slices_ = std::min(slices_, C_.rows / (4 * tile_rows));
         slices_ = std::min(slices_, threads * partial_bytes / (size * static_cast<int64_t>(sizeof(T))));
         slices_ = std::max<int64_t>(1, slices_);
-        if (slices_ > 1) partials_ = at::empty({slices_, size}, out.options());
+        if (slices_ > 1) partials_.reset(new T[slices_ * size]);
     }
 
     void run() const {
@@ -45,21 +50,20 @@ class DenseMatrices {
             run_task(task % slices_, task / slices_ % pair_blocks_, task / slices_ / pair_blocks_);
         });
         if (slices_ == 1) return;
-        run_tasks(panels_.size(), [&](int64_t panel) {
-            write(panel, 0, pairs_, partials_.const_data_ptr<T>() + panel * pairs_ * panels_.width,
-                  partials_.stride(0));
-        });
+        run_tasks(panels_.size(),
+                  [&](int64_t panel) { write(panel, 0, pairs_, partials_.get() + panel * pairs_ * panels_.width); });
     }
 
-   private:
+ private:
+    int64_t slice_size() const { return panels_.size() * pairs_ * panels_.width; }
+
     void run_task(int64_t slice, int64_t pair_block, int64_t panel_block) const {
-        const Kernels<T>& kernel = kernels<T>();
         const int64_t width = panels_.width;
         const int64_t first_pair = pairs_ * pair_block / pair_blocks_;
         const int64_t pairs = pairs_ * (pair_block + 1) / pair_blocks_ - first_pair;
         const int64_t first = panel_block * panels_per_task;
         const int64_t count = std::min(panels_per_task, panels_.size() - first);
-        const int64_t stride = odd_lines<T>(tile_pairs + kernel.lanes), c_size = tile_rows * width;
+        const int64_t stride = odd_lines<T>(tile_pairs + kernel_.lanes), c_size = tile_rows * width;
 
         Scratch& scratch = Scratch::of_thread();
         scratch.reset(Scratch::bytes_for<T>(tile_rows * stride) + Scratch::bytes_for<T>(count * c_size) +
@@ -72,8 +76,7 @@ class DenseMatrices {
         // The sums of panel p begin here; with slices, all pairs of a panel lie together.
         const auto sums = [&](int64_t p) {
             return slices_ == 1 ? own_sums + p * pairs * width
-                                : partials_.mutable_data_ptr<T>() + slice * partials_.stride(0) +
-                                      ((first + p) * pairs_ + first_pair) * width;
+                                : partials_.get() + slice * slice_size() + ((first + p) * pairs_ + first_pair) * width;
         };
         for (int64_t p = 0; p < count; ++p) std::memset(sums(p), 0, pairs * width * sizeof(T));
 
@@ -88,54 +91,58 @@ class DenseMatrices {
             }
             for (int64_t pair = 0; pair < pairs; pair += tile_pairs) {
                 const int64_t some = std::min(tile_pairs, pairs - pair);
-                kernel.pair_products(x, X_.stride(), rows, depth_, first_pair + pair, some, products, stride);
+                kernel_.pair_products(x, X_.stride(), rows, depth_, first_pair + pair, some, products, stride);
                 for (int64_t p = 0; p < count; ++p) {
-                    kernel.accumulate(products, stride, rows, some, c + p * c_size, sums(p) + pair * width);
+                    kernel_.accumulate(products, stride, rows, some, c + p * c_size, sums(p) + pair * width);
                 }
             }
         }
         if (slices_ == 1) {
-            for (int64_t p = 0; p < count; ++p) write(first + p, first_pair, pairs, sums(p), 0);
+            for (int64_t p = 0; p < count; ++p) write(first + p, first_pair, pairs, sums(p));
         }
     }
 
     // Writes the pairs [first_pair, first_pair + pairs) of a panel's filters, on both sides of the diagonal.
-    void write(int64_t panel, int64_t first_pair, int64_t pairs, const T* sums, int64_t slice_stride) const {
+    void write(int64_t panel, int64_t first_pair, int64_t pairs, const T* sums) const {
         const PanelPlace place = panels_[panel];
-        T* to = out_.mutable_data_ptr<T>() + place.first * depth_ * depth_;
+        T* to = out_ + place.first * depth_ * depth_;
         int64_t a = 0, skipped = 0;
         while (skipped + depth_ - a <= first_pair) skipped += depth_ - a++;
         int64_t b = a + first_pair - skipped;
         for (int64_t pair = 0; pair < pairs; ++pair) {
             for (int64_t j = 0; j < place.count; ++j) {
                 T sum = 0;
-                for (int64_t r = 0; r < slices_; ++r) sum += sums[r * slice_stride + pair * panels_.width + j];
+                for (int64_t r = 0; r < slices_; ++r) sum += sums[r * slice_size() + pair * panels_.width + j];
                 T* matrix = to + j * depth_ * depth_;
-                const T value = add_ ? matrix[a * depth_ + b] + weight_ * sum : sum;
-                matrix[a * depth_ + b] = value;
-                matrix[b * depth_ + a] = value;
+                T& upper = matrix[a * depth_ + b];
+                T& lower = matrix[b * depth_ + a];
+                const T above = add_ ? upper + weight_ * sum : sum, below = add_ ? lower + weight_ * sum : sum;
+                upper = above;
+                lower = below;
             }
             if (++b == depth_) b = ++a;
         }
     }
 
+    const Kernels<T>& kernel_;
     const RowTiles<T> X_;
     const Matrix<T> C_;
-    const at::Tensor out_;
+    T* const out_;
     const T weight_;
     const bool add_;
     const int64_t depth_, pairs_;
     const PanelGrid panels_;
     const int64_t pair_blocks_, panel_blocks_;
     int64_t slices_;
-    at::Tensor partials_;  // (slices, panels, pairs, width), where there is more than one slice
+    std::unique_ptr<T[]> partials_;  // (slices, panels, pairs, width), where there is more than one slice
 };
 
 void check(const at::Tensor& X, const at::Tensor& C, const at::Tensor& like) {
     check_storage("X", X, like);
     check_storage("C", C, like);
     TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (N, D), got ", X.sizes());
-    TORCH_CHECK_VALUE(C.dim() == 2 && C.size(0) == X.size(0), "C must have shape (", X.size(0), ", M), got ", C.sizes());
+    TORCH_CHECK_VALUE(C.dim() == 2 && C.size(0) == X.size(0), "C must have shape (", X.size(0), ", M), got ",
+                      C.sizes());
 }
 
 void compute(const at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight, bool add) {
@@ -165,8 +172,7 @@ at::Tensor splitting_matrices(const at::Tensor& X, const at::Tensor& C, bool bia
     return out;
 }
 
-at::Tensor& add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias,
-                                        double weight) {
+void add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight) {
     (void)weight;
     check(X, C, out);
     const int64_t depth = X.size(1) + bias;
@@ -174,14 +180,13 @@ at::Tensor& add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, co
     TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef(wanted), "out must have shape ", at::IntArrayRef(wanted), ", got ",
                       out.sizes());
     TORCH_CHECK_VALUE(out.is_contiguous(), "out must be contiguous");
-    return out;
 }
 
-at::Tensor& add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias,
-                                   double weight) {
+void add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight) {
     add_splitting_matrices_meta(out, X, C, bias, weight);
+    at::assert_no_overlap(out, X);
+    at::assert_no_overlap(out, C);
     compute(out, X, C, bias, weight, true);
-    return out;
 }
 
 }  // namespace s3d

@@ -3,6 +3,8 @@
 // A task is a block of panels of one layer against a slice of its rows. For each tile of rows it forms the product with
 // every panel in cache, and adds it up at once; the (N, M) product never reaches memory. Slices of rows leave partial
 // sums, which are added in order afterwards.
+#include <memory>
+
 #include "operators.h"
 #include "panels.h"
 
@@ -14,7 +16,7 @@ constexpr int64_t tile_rows = 96;
 constexpr int64_t tile_bytes = 192 << 10;
 // What the vectors of one task, and its sums, may take.
 constexpr int64_t block_bytes = 1 << 20;
-// What partial sums may take, per thread.
+// What partial sums of all layers may take, per thread.
 constexpr int64_t partial_bytes = 2 << 20;
 // Tasks per thread: enough to even out their lengths.
 constexpr int64_t tasks_per_thread = 8;
@@ -22,62 +24,69 @@ constexpr double least_flops_per_task = 1e6;
 
 template <typename T>
 struct Layer {
+    const Kernels<T>& kernel;
     RowTiles<T> X;
     Matrix<T> C;
-    at::Tensor V, out;  // (K, M, D)
+    Vectors<T> V;
+    T* out;  // (K, M, D)
     PanelGrid panels;
     int64_t depth, rows_per_tile;
     int64_t row_slices = 1, panels_per_task = 1;
-    at::Tensor partials;  // (row_slices, panels, depth, width), where there is more than one slice
+    std::unique_ptr<T[]> partials;  // (row_slices, panels, depth, width), where there is more than one slice
 
     Layer(const at::Tensor& x, const at::Tensor& c, const at::Tensor& v, bool bias, const at::Tensor& result)
-        : X(Matrix<T>(x), bias), C(c), V(v), out(result), panels(v.size(0), v.size(1), kernels<T>().width),
+        : kernel(kernels<T>()),
+          X(Matrix<T>(x), bias),
+          C(c),
+          V(v),
+          out(result.mutable_data_ptr<T>()),
+          panels(v.dim() == 3 ? v.size(0) : 1, v.size(-2), kernel.width),
           depth(X.depth()) {
-        const int64_t fitting = tile_bytes / (X.stride() * static_cast<int64_t>(sizeof(T)));
+        const int64_t fitting = tile_bytes / (depth * static_cast<int64_t>(sizeof(T)));
         rows_per_tile = std::clamp<int64_t>(fitting, 8, tile_rows);
     }
 
     double flops() const { return 4. * C.rows * depth * panels.size() * panels.width; }
     int64_t panel_size() const { return depth * panels.width; }
-    int64_t panel_bytes() const { return panel_size() * static_cast<int64_t>(sizeof(T)); }
+    int64_t sums_size() const { return panels.size() * panel_size(); }
     int64_t panel_blocks() const { return ceil_div(panels.size(), panels_per_task); }
     int64_t tasks() const { return row_slices * panel_blocks(); }
 
-    // Rows first, since partial sums are cheap; panels where there are too few rows, or too large sums.
-    void divide(double flops_per_task, int64_t threads) {
+    // Rows first, since partial sums are cheap; panels where there are too few rows, or too large sums. Partial sums
+    // may take `budget` bytes; returns what they do take.
+    int64_t divide(double flops_per_task, int64_t budget) {
         const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(flops() / flops_per_task));
-        const int64_t largest_block = std::max<int64_t>(1, block_bytes / panel_bytes());
+        const int64_t entry = sizeof(T), largest_block = std::max<int64_t>(1, block_bytes / (panel_size() * entry));
         int64_t blocks = ceil_div(panels.size(), largest_block);
         row_slices = std::min(ceil_div(wanted, blocks), C.rows / (2 * rows_per_tile));
-        row_slices = std::max<int64_t>(1, std::min(row_slices, threads * partial_bytes / (panels.size() * panel_bytes())));
+        row_slices = std::max<int64_t>(1, std::min(row_slices, budget / (sums_size() * entry)));
         blocks = std::min(panels.size(), std::max(blocks, ceil_div(wanted, row_slices)));
         panels_per_task = ceil_div(panels.size(), blocks);
-        if (row_slices > 1) partials = at::empty({row_slices, panels.size() * panel_size()}, out.options());
+        if (row_slices == 1) return 0;
+        partials.reset(new T[row_slices * sums_size()]);
+        return row_slices * sums_size() * entry;
     }
 
     void run(int64_t task) const {
-        const Kernels<T>& kernel = kernels<T>();
         const int64_t slice = task % row_slices, first = task / row_slices * panels_per_task;
         const int64_t count = std::min(panels_per_task, panels.size() - first);
         const int64_t begin = C.rows * slice / row_slices, end = C.rows * (slice + 1) / row_slices;
 
         Scratch& scratch = Scratch::of_thread();
         const int64_t block = count * panel_size(), tile = rows_per_tile * panels.width;
-        scratch.reset(2 * Scratch::bytes_for<T>(block) + Scratch::bytes_for<T>(X.scratch(rows_per_tile)) +
-                      2 * Scratch::bytes_for<T>(tile));
+        const int64_t own = partials ? 0 : block;
+        scratch.reset(Scratch::bytes_for<T>(block) + Scratch::bytes_for<T>(own) + 2 * Scratch::bytes_for<T>(tile) +
+                      Scratch::bytes_for<T>(X.scratch(rows_per_tile)));
         T* vectors = scratch.take<T>(block);
-        T* own_sums = scratch.take<T>(block);
-        T* x_copy = scratch.take<T>(X.scratch(rows_per_tile));
+        T* own_sums = scratch.take<T>(own);
         T* product = scratch.take<T>(tile);
         T* c_copy = scratch.take<T>(tile);
+        T* x_copy = scratch.take<T>(X.scratch(rows_per_tile));
 
         for (int64_t p = 0; p < count; ++p) {
-            const PanelPlace place = panels[first + p];
-            const T* v = V.const_data_ptr<T>() + place.k * V.stride(0) + place.first * V.stride(1);
-            pack_panel(v, V.stride(1), place.count, depth, panels.width, vectors + p * panel_size());
+            V.pack(panels[first + p], 0, depth, panels.width, vectors + p * panel_size());
         }
-        T* sums = row_slices == 1 ? own_sums
-                                  : partials.mutable_data_ptr<T>() + slice * partials.stride(0) + first * panel_size();
+        T* sums = partials ? partials.get() + slice * sums_size() + first * panel_size() : own_sums;
         std::memset(sums, 0, block * sizeof(T));
         for (int64_t row = begin; row < end; row += rows_per_tile) {
             const int64_t rows = std::min(rows_per_tile, end - row);
@@ -88,20 +97,16 @@ struct Layer {
                 kernel.accumulate(x, X.stride(), rows, depth, product, sums + p * panel_size());
             }
         }
-        if (row_slices == 1) {
-            for (int64_t p = 0; p < count; ++p) write(first + p, sums + p * panel_size(), 0);
-        }
+        for (int64_t p = 0; !partials && p < count; ++p) write(first + p, sums + p * panel_size());
     }
 
-    void write(int64_t panel, const T* sums, int64_t slice_stride) const {
+    void write(int64_t panel, const T* sums) const {
         const PanelPlace place = panels[panel];
-        T* to = out.mutable_data_ptr<T>() + (place.k * panels.M + place.first) * depth;
-        unpack_panels(sums, row_slices, slice_stride, place.count, depth, panels.width, to, depth);
+        T* to = out + (place.k * panels.M + place.first) * depth;
+        unpack_panels(sums, row_slices, sums_size(), place.count, depth, panels.width, to, depth);
     }
 
-    void add_slices(int64_t panel) const {
-        write(panel, partials.const_data_ptr<T>() + panel * panel_size(), partials.stride(0));
-    }
+    void add_slices(int64_t panel) const { write(panel, partials.get() + panel * panel_size()); }
 };
 
 template <typename T>
@@ -112,8 +117,9 @@ void run_layers(std::vector<Layer<T>>& layers) {
     const double per_task = std::max(least_flops_per_task, total / static_cast<double>(threads * tasks_per_thread));
 
     std::vector<std::pair<const Layer<T>*, int64_t>> tasks, sums;
+    int64_t budget = threads * partial_bytes;
     for (Layer<T>& layer : layers) {
-        layer.divide(per_task, threads);
+        budget -= layer.divide(per_task, budget);
         for (int64_t i = 0; i < layer.tasks(); ++i) tasks.emplace_back(&layer, i);
         for (int64_t p = 0; layer.row_slices > 1 && p < layer.panels.size(); ++p) sums.emplace_back(&layer, p);
     }
@@ -121,7 +127,9 @@ void run_layers(std::vector<Layer<T>>& layers) {
     run_tasks(sums.size(), [&](int64_t i) { sums[i].first->add_slices(sums[i].second); });
 }
 
-at::Tensor result_like(const at::Tensor& V) { return at::empty(V.sizes(), V.options().memory_format(at::MemoryFormat::Contiguous)); }
+at::Tensor result_like(const at::Tensor& V) {
+    return at::empty(V.sizes(), V.options().memory_format(at::MemoryFormat::Contiguous));
+}
 
 }  // namespace
 
@@ -129,7 +137,8 @@ void check_rows(const at::Tensor& X, const at::Tensor& C, const at::Tensor& V, b
     check_storage("X", X, V);
     check_storage("C", C, V);
     TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (N, D), got ", X.sizes());
-    TORCH_CHECK_VALUE(C.dim() == 2 && C.size(0) == X.size(0), "C must have shape (", X.size(0), ", M), got ", C.sizes());
+    TORCH_CHECK_VALUE(C.dim() == 2 && C.size(0) == X.size(0), "C must have shape (", X.size(0), ", M), got ",
+                      C.sizes());
     TORCH_CHECK_VALUE(V.dim() == 2 || V.dim() == 3, "V must have shape (M, D) or (K, M, D), got ", V.sizes());
     TORCH_CHECK_VALUE(V.size(-2) == C.size(1) && V.size(-1) == X.size(1) + bias, "V must have shape (..., ", C.size(1),
                       ", ", X.size(1) + bias, "), got ", V.sizes());
@@ -155,12 +164,10 @@ std::vector<at::Tensor> splitting_matvec_grouped(at::TensorList X, at::TensorLis
     std::vector<Layer<double>> doubles;
     for (size_t i = 0; i < results.size(); ++i) {
         if (results[i].numel() == 0) continue;
-        const at::Tensor v = (V[i].stride(-1) == 1 ? V[i] : V[i].contiguous());
-        const at::Tensor v3 = v.dim() == 3 ? v : v.unsqueeze(0);
-        if (v.scalar_type() == at::kFloat) {
-            singles.emplace_back(X[i], C[i], v3, bias[i], results[i]);
+        if (V[i].scalar_type() == at::kFloat) {
+            singles.emplace_back(X[i], C[i], V[i], bias[i], results[i]);
         } else {
-            doubles.emplace_back(X[i], C[i], v3, bias[i], results[i]);
+            doubles.emplace_back(X[i], C[i], V[i], bias[i], results[i]);
         }
     }
     run_layers(singles);

@@ -1,5 +1,6 @@
-// The extreme eigenpairs of many small symmetric matrices: Householder's reduction to tridiagonal form, in float64, each
-// matrix on one thread. The full spectrum, which LAPACK's drivers find, is most of their work and is not wanted here.
+// The extreme eigenpairs of many small symmetric matrices: Householder's reduction to tridiagonal form, in float64,
+// each matrix on one thread. The full spectrum, which LAPACK's drivers find, is most of their work and is not wanted
+// here.
 #include "kernels.h"
 #include "operators.h"
 #include "parallel.h"
@@ -19,7 +20,8 @@ void reduce(double* A, int64_t n, double* diagonal, double* off_diagonal, double
         double* x = A + k * n + k + 1;
         diagonal[k] = A[k * n + k];
         const double tail = kernel.dot(x + 1, x + 1, m - 1);
-        if (tail == 0) {
+        // Entries are at most 1: what is this small is rounding, and its square may be subnormal.
+        if (tail < 1e-280) {
             off_diagonal[k] = x[0];
             scale[k] = 0;
             continue;
@@ -64,7 +66,7 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
         const double unit = largest > 0 && std::isfinite(largest) ? largest : 1;
         for (int64_t a = 0; a < n; ++a) {
             for (int64_t b = 0; b < n; ++b) {
-                A[a * n + b] = (static_cast<double>(from[a * n + b]) + static_cast<double>(from[b * n + a])) / (2 * unit);
+                A[a * n + b] = (from[a * n + b] / unit + from[b * n + a] / unit) / 2;
             }
         }
         reduce(A, n, diagonal, off_diagonal, scale, v, p);
@@ -77,8 +79,11 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
             for (int64_t k = n - 2; k >= 0; --k) {
                 const double* reflection = A + k * n + k + 1;
                 const int64_t m = n - k - 1;
-                if (scale[k] != 0) kernel.add(-scale[k] * kernel.dot(reflection, end + k + 1, m), reflection, m, end + k + 1);
+                if (scale[k] != 0)
+                    kernel.add(-scale[k] * kernel.dot(reflection, end + k + 1, m), reflection, m, end + k + 1);
             }
+            const double norm = std::sqrt(kernel.dot(end, end, n));
+            for (int64_t i = 0; i < n; ++i) end[i] /= norm;
         }
     });
 }
@@ -88,8 +93,8 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S) {
     TORCH_CHECK_TYPE(S.scalar_type() == at::kFloat || S.scalar_type() == at::kDouble,
                      "S must be float32 or float64, got ", S.scalar_type());
-    TORCH_CHECK_VALUE(S.dim() == 3 && S.size(1) == S.size(2) && S.size(1) > 0, "S must have shape (M, D, D), D > 0, got ",
-                      S.sizes());
+    TORCH_CHECK_VALUE(S.dim() == 3 && S.size(1) == S.size(2) && S.size(1) > 0,
+                      "S must have shape (M, D, D), D > 0, got ", S.sizes());
     const auto options = S.options().dtype(at::kDouble);
     return {at::empty({S.size(0), 2}, options), at::empty({S.size(0), 2, S.size(1)}, options)};
 }

@@ -22,7 +22,7 @@ inline int64_t count_below(const double* diagonal, const double* squares, int64_
 
 // The eigenvalue number `which` by bisection, to the last bits of the spectral radius.
 inline double bisect(const double* diagonal, const double* squares, int64_t n, int64_t which, double low, double high,
-              double tiny) {
+                     double tiny) {
     while (true) {
         const double middle = low + (high - low) / 2;
         if (middle <= low || middle >= high || high - low <= 4 * tiny) return middle;
@@ -33,7 +33,7 @@ inline double bisect(const double* diagonal, const double* squares, int64_t n, i
 // The eigenvector to an eigenvalue, by inverse iteration: (T - value) is factored with row exchanges, as it is singular
 // but for rounding. `work` holds 5 n numbers.
 inline void eigenvector(const double* diagonal, const double* off, int64_t n, double value, double tiny, double* work,
-                 double* x) {
+                        double* x) {
     double *d = work, *u = d + n, *uu = u + n, *l = uu + n, *swapped = l + n;
     for (int64_t i = 0; i < n; ++i) {
         d[i] = diagonal[i] - value;
@@ -61,7 +61,7 @@ inline void eigenvector(const double* diagonal, const double* off, int64_t n, do
         x[i] = 0.5 + static_cast<double>(state >> 40) / static_cast<double>(1 << 24);
     }
     for (int round = 0; round < 3; ++round) {
-        // The first factor's multipliers have no part in the first round: its start is arbitrary anyway.
+        // The start is arbitrary: in the first round it stands for what elimination would have made of another start.
         for (int64_t i = 0; round && i + 1 < n; ++i) {
             if (swapped[i] != 0) std::swap(x[i], x[i + 1]);
             x[i + 1] -= l[i] * x[i];

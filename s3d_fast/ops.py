@@ -154,7 +154,8 @@ def add_splitting_matrices(
     checks.agrees("S", S, "X", X, dtype=checks.compute_dtype(X.dtype))
     checks.is_number("weight", weight)
     if resolve_backend(backend, S, X, C) == "cpu" and S.is_contiguous():
-        return torch.ops.s3d_fast.add_splitting_matrices(S, X, C, bias, weight)
+        torch.ops.s3d_fast.add_splitting_matrices(S, X, C, bias, weight)
+        return S
     return S.add_(splitting_matrices(X, C, bias=bias, backend=backend, check_finite=False), alpha=weight)
 
 
@@ -255,7 +256,8 @@ def curvature_coefficients(
         kind = _CURVATURES.index(formula.name)
         settings = (scale, axis, kind, formula.a, formula.b, at, jump, activation.sharpness)
         if inplace and g.is_contiguous():
-            return torch.ops.s3d_fast.curvature_coefficients_(g, z, *settings)
+            torch.ops.s3d_fast.curvature_coefficients_(g, z, *settings)
+            return g
         C = torch.ops.s3d_fast.curvature_coefficients(g, z, *settings)
     else:
         resolve_backend(backend, g, z, scale)

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from tests.cases import RowsCase, random_vectors
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+COMPUTE_DTYPES = DTYPES[:2]
+
+# Which arguments of the operators are documented to change.
+IN_PLACE = {"add_splitting_matrices": {0}, "curvature_coefficients_": {0}, "krylov_extend": {0, 2, 3, 4, 5}}
+
 LAYOUTS = ("contiguous", "transposed", "stepped", "offset", "broadcast-first", "broadcast-last")
+
+
+@dataclass(frozen=True)
+class VectorsCase(RowsCase):
+    """Rows with K vectors per filter; K = 0 stands for one vector without the leading dimension."""
+
+    K: int = 0
+
+    def vectors(self) -> Tensor:
+        leading = (self.K,) if self.K else ()
+        return random_vectors(*leading, self.M, self.D + self.bias, dtype=self.dtype)
+
+
+def doubles(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.double() for tensor in tensors]
 
 
 def embedded(tensor: Tensor, layout: str = "offset") -> tuple[Tensor, Tensor]:
@@ -34,6 +59,14 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     """Return standard normal entries."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def krylov_state(M: int, capacity: int, D: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return basis, alpha, beta, length and scale before the first step; NaN where nothing has been written."""
+    basis = torch.full((M, capacity, D), torch.nan, dtype=dtype)
+    basis[:, 0] = torch.nn.functional.normalize(random_tensor(M, D, dtype=dtype, seed=1), dim=-1)
+    numbers = [torch.full((M, capacity), torch.nan, dtype=dtype) for _ in range(2)]
+    return [basis, *numbers, torch.zeros(M, dtype=torch.int64), torch.zeros(M, dtype=dtype)]
 
 
 def good_calls() -> dict[str, tuple]:

@@ -1,5 +1,5 @@
-// AVX-512's vectors and tiles made of AVX2 instructions: slow, and never chosen, but the same loops. With it, tests cover
-// them on machines that have no AVX-512.
+// AVX-512's vectors and tiles made of AVX2 instructions: slow, and never chosen, but the same loops. With it, tests
+// cover them on machines that have no AVX-512.
 #if defined(__x86_64__)
 #include <immintrin.h>
 

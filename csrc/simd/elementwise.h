@@ -1,11 +1,13 @@
 // Loops over single entries: act''(z), vectors, weight rows after splits, and 16-bit numbers.
 
-// e^x for x <= 0, to about one unit in the last place; from where it would be subnormal on, it stays where it is.
+// e^x for x <= 0, to about one unit in the last place; 0 from where it would be subnormal on. Of NaN, NaN.
 template <typename T>
 S3D_INLINE Vector<T> exp_negative(Vector<T> x) {
     constexpr bool is_float = sizeof(T) == 4;
     constexpr int mantissa = is_float ? 23 : 52;
-    x = maximum<T>(x, broadcast<T>(is_float ? T(-87.3) : T(-708.3)));
+    const T least = is_float ? T(-87.3) : T(-708.3);
+    const auto vanishes = x < least;
+    x = maximum<T>(x, broadcast<T>(least));
     // x = k ln 2 + r with |r| <= ln 2 / 2; adding and taking away 1.5 * 2^mantissa rounds to the nearest integer.
     const T round = T(1.5) * T(int64_t(1) << mantissa);
     const Vector<T> shifted = x * T(1.4426950408889634074) + round;
@@ -15,25 +17,31 @@ S3D_INLINE Vector<T> exp_negative(Vector<T> x) {
     const Vector<T> r = (x - k * high) - k * low;
     // The Taylor polynomial: on this interval its first missing term is below half a unit in the last place.
     constexpr int degree = is_float ? 7 : 13;
-    constexpr double inverse_factorial[] = {1.,          1.,           1. / 2,        1. / 6,        1. / 24,
-                                            1. / 120,    1. / 720,     1. / 5040,     1. / 40320,    1. / 362880,
-                                            1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
+    constexpr double inverse_factorial[] = {
+        1.,        1.,         1. / 2,      1. / 6,       1. / 24,       1. / 120,       1. / 720,
+        1. / 5040, 1. / 40320, 1. / 362880, 1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
     Vector<T> sum = broadcast<T>(T(inverse_factorial[degree]));
 #pragma GCC unroll 16
     for (int i = degree - 1; i >= 0; --i) sum = T(inverse_factorial[i]) + sum * r;
     const auto exponent = reinterpret_cast<Integers<T>>(shifted) << mantissa;
-    return reinterpret_cast<Vector<T>>(reinterpret_cast<Integers<T>>(sum) + exponent);
+    const auto result = reinterpret_cast<Vector<T>>(reinterpret_cast<Integers<T>>(sum) + exponent);
+    return select<T>(vanishes, Vector<T>{}, select<T>(x == x, result, x));
 }
 
-// sigmoid(x), and its derivative sigmoid(x) sigmoid(-x) without cancellation.
+// The derivative of the sigmoid, sigmoid(x) sigmoid(-x), and tanh(x / 2) = 2 sigmoid(x) - 1; both without cancellation.
 template <typename T>
 struct Sigmoid {
-    Vector<T> value, slope;
+    Vector<T> slope, tanh_half;
     S3D_INLINE explicit Sigmoid(Vector<T> x) {
         const Vector<T> e = exp_negative<T>(-absolute<T>(x));
         const Vector<T> inverse = T(1) / (T(1) + e);
         slope = e * inverse * inverse;
-        value = select<T>(x < 0, e * inverse, inverse);
+        const Vector<T> magnitude = (T(1) - e) * inverse;
+        // Near zero by its series, since 1 - e cancels there.
+        const Vector<T> h = x * T(0.5), q = h * h;
+        const Vector<T> series = h * (T(1) - q * (T(1) / 3 - q * (T(2) / 15 - q * (T(17) / 315))));
+        const T near = sizeof(T) == 4 ? T(0.1) : T(0.02);
+        tanh_half = select<T>(absolute<T>(h) < near, series, select<T>(x < 0, -magnitude, magnitude));
     }
 };
 
@@ -48,9 +56,8 @@ S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
     const Vector<T> zero = {};
     if constexpr (kind == Curvature::silu) {
         const Sigmoid<T> s(z);
-        // z slope -> 0 for large z, where z alone may be infinite.
-        const Vector<T> bounded = clamp<T>(z, T(1e4));
-        return s.slope * (T(2) + bounded * (T(1) - T(2) * s.value));
+        // The slope is 0 for large z, where z alone may be infinite.
+        return s.slope * (T(2) - clamp<T>(z, T(1e4)) * s.tanh_half);
     } else if constexpr (kind == Curvature::gelu) {
         const Vector<T> x = clamp<T>(z, T(40));
         return (T(2) - x * x) * exp_negative<T>(x * x * T(-0.5)) / root_2pi;
@@ -60,16 +67,15 @@ S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
         const Vector<T> u = p * (x + q * x * x * x);
         const Vector<T> du = p * (T(1) + T(3) * q * x * x), ddu = T(6) * p * q * x;
         const Sigmoid<T> s(u * T(2));
-        const Vector<T> t = T(2) * s.value - T(1);
-        return T(4) * s.slope * (du + T(0.5) * x * (ddu - T(2) * t * du * du));
+        return T(4) * s.slope * (du + T(0.5) * x * (ddu - T(2) * s.tanh_half * du * du));
     } else if constexpr (kind == Curvature::softplus) {
         return select<T>(a * z > b, zero, a * Sigmoid<T>(a * z).slope);
     } else if constexpr (kind == Curvature::tanh) {
         const Sigmoid<T> s(z * T(2));
-        return T(-8) * (T(2) * s.value - T(1)) * s.slope;
+        return T(-8) * s.tanh_half * s.slope;
     } else if constexpr (kind == Curvature::sigmoid) {
         const Sigmoid<T> s(z);
-        return s.slope * (T(1) - T(2) * s.value);
+        return -s.slope * s.tanh_half;
     } else if constexpr (kind == Curvature::elu) {
         return select<T>(z > 0, zero, a * exp_negative<T>(minimum<T>(z, zero)));
     } else if constexpr (kind == Curvature::hardswish) {
@@ -84,8 +90,8 @@ S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
 
 template <typename T>
 struct Entries {
-    // Writes whole vectors, from the first pair to the last: what one run writes too much, the next one overwrites. Rows
-    // of X and Y are therefore followed by room for one vector.
+    // Writes whole vectors, from the first pair to the last: what one run writes too much, the next one overwrites.
+    // Rows of X and Y are therefore followed by room for one vector.
     static void pair_products(const T* X, int64_t x_stride, int64_t rows, int64_t depth, int64_t first, int64_t pairs,
                               T* Y, int64_t y_stride) {
         int64_t a = 0, skipped = 0;
@@ -122,7 +128,8 @@ struct Entries {
         const Vector<T> one = broadcast<T>(1);
         int64_t i = 0;
         for (; i + lanes<T> <= count; i += lanes<T>) {
-            store<T>(out + i, coefficient<kind>(formula, load(g + i), load(z + i), scale ? load(scale + i) : one, factor));
+            store<T>(out + i,
+                     coefficient<kind>(formula, load(g + i), load(z + i), scale ? load(scale + i) : one, factor));
         }
         if (i < count) {
             T last[3][lanes<T>] = {};
@@ -137,8 +144,9 @@ struct Entries {
     static void curvature(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor,
                           int64_t count, T* out) {
         switch (formula.curvature) {
-#define S3D_CASE(kind) \
-    case Curvature::kind: return all<Curvature::kind>(formula, g, z, scale, factor, count, out);
+#define S3D_CASE(kind)    \
+    case Curvature::kind: \
+        return all<Curvature::kind>(formula, g, z, scale, factor, count, out);
             S3D_CASE(none)
             S3D_CASE(silu)
             S3D_CASE(gelu)
@@ -222,12 +230,14 @@ struct Entries {
     static void grow_row(const T* row, T row_scale, const T* shift, const Columns<T>* columns, const T* column_scale,
                          int64_t count, T* out) {
         if (columns) {
-            if (shift && column_scale) return grow<true, true, true>(row, row_scale, shift, columns, column_scale, count, out);
+            if (shift && column_scale)
+                return grow<true, true, true>(row, row_scale, shift, columns, column_scale, count, out);
             if (shift) return grow<true, true, false>(row, row_scale, shift, columns, column_scale, count, out);
             if (column_scale) return grow<false, true, true>(row, row_scale, shift, columns, column_scale, count, out);
             return grow<false, true, false>(row, row_scale, shift, columns, column_scale, count, out);
         }
-        if (shift && column_scale) return grow<true, false, true>(row, row_scale, shift, columns, column_scale, count, out);
+        if (shift && column_scale)
+            return grow<true, false, true>(row, row_scale, shift, columns, column_scale, count, out);
         if (shift) return grow<true, false, false>(row, row_scale, shift, columns, column_scale, count, out);
         if (column_scale) return grow<false, false, true>(row, row_scale, shift, columns, column_scale, count, out);
         return grow<false, false, false>(row, row_scale, shift, columns, column_scale, count, out);

@@ -18,13 +18,14 @@ struct Exchange {
             __builtin_prefetch(from + rows_ahead * winner_stride);
             __builtin_prefetch(from + rows_ahead * winner_stride + count - 1);
             __builtin_prefetch(c + rows_ahead * c_stride);
-            // Negative where any winner is negative, or beyond the last point.
-            int64_t sign = 0, place[width<T>];
+            uint64_t place[width<T>], out_of_range = 0;
             for (int64_t j = 0; j < count; ++j) {
-                sign |= from[j] | (points - 1 - from[j]);
-                place[j] = from[j] * width<T> + j;
+                const uint64_t point = static_cast<uint64_t>(from[j]);
+                // The sign bit: set if the winner is negative, or beyond the last point.
+                out_of_range |= point | (static_cast<uint64_t>(points) - 1 - point);
+                place[j] = point * width<T> + j;
             }
-            if (sign < 0) return false;
+            if (out_of_range >> 63) return false;
             if constexpr (columns > 0) {
 #pragma GCC unroll 4
                 for (int v = 0; v < tile_vectors; ++v) {

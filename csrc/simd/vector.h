@@ -48,14 +48,15 @@ S3D_INLINE Vector<T> select(Integers<T> condition, Vector<T> yes, Vector<T> no) 
                                        (~condition & reinterpret_cast<Integers<T>>(no)));
 }
 
+// Of a NaN in `a`, a NaN; also from `maximum` and `absolute`.
 template <typename T>
 S3D_INLINE Vector<T> minimum(Vector<T> a, Vector<T> b) {
-    return select<T>(a < b, a, b);
+    return select<T>(a > b, b, a);
 }
 
 template <typename T>
 S3D_INLINE Vector<T> maximum(Vector<T> a, Vector<T> b) {
-    return select<T>(a > b, a, b);
+    return select<T>(a < b, b, a);
 }
 
 template <typename T>

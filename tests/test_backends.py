@@ -1,0 +1,282 @@
+"""Backends: which one does the work, what is differentiable, solvers on each, and life without the extension."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import s3d_fast as s3d
+from s3d_fast import (
+    EdgeConvOperator,
+    PointwiseOperator,
+    Spectrum,
+    SplittingOperator,
+    SumOperator,
+    activation,
+    extremal_eigenpairs,
+    ops,
+)
+from s3d_fast.solvers.auto import prefers_exact
+from tests.cases import CONVS, EDGES, EdgeCase, RowsCase, random_vectors, relative_error
+from tests.extension_cases import good_calls
+from tests.test_operators import operator_of
+
+compiled = pytest.mark.skipif(s3d.extension.module is None, reason=s3d.extension.why_not or "it is there")
+ROOT = Path(__file__).parents[1]
+
+X, C, V = *RowsCase(120, 9, 5).tensors(), random_vectors(5, 9)
+POINTS, NEIGHBOURS, SLOT, POINTS_C = EdgeCase(2, 11, 4, 3, 5).tensors()
+ROWS_INDEX = torch.tensor([0, 0, 4])
+
+# The tensors that a gradient may be asked of, and the call.
+CALLS: dict[str, tuple[tuple[Tensor, ...], Callable[..., Tensor]]] = {
+    "splitting_matvec": ((X, C, V), lambda *t, backend: ops.splitting_matvec(*t, backend=backend)),
+    "splitting_matvec_grouped": (
+        (X, C, V),
+        lambda *t, backend: ops.splitting_matvec_grouped(*([a, a] for a in t), backend=backend)[1],
+    ),
+    "splitting_matrices": ((X, C), lambda *t, backend: ops.splitting_matrices(*t, backend=backend)),
+    "edgeconv_matvec": (
+        (POINTS, POINTS_C, random_vectors(5, 8)),
+        lambda x, c, v, backend: ops.edgeconv_matvec(x, NEIGHBOURS.gather(2, SLOT), c, v, backend=backend),
+    ),
+    "curvature_coefficients": (
+        (X, X.sin(), X[0]),
+        lambda g, z, s, backend: ops.curvature_coefficients(g, z, activation("silu"), s, backend=backend),
+    ),
+    "grow_weight": (
+        (V, V[:3, 0], V[:3]),
+        lambda w, s, d, backend: ops.grow_weight(w, ROWS_INDEX, s, d, backend=backend),
+    ),
+    "symmetric_extremes": (
+        (X.T @ X * torch.ones(2, 1, 1),),
+        lambda s, backend: ops.symmetric_extremes(s, backend=backend)[0],
+    ),
+}
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+@compiled
+@every_call
+def test_auto_is_the_cpu_backend_to_the_last_bit(name: str) -> None:
+    tensors, call = CALLS[name]
+    assert torch.equal(call(*tensors, backend="auto"), call(*tensors, backend="cpu"))
+
+
+@every_call
+def test_auto_and_reference_agree(name: str) -> None:
+    tensors, call = CALLS[name]
+    assert relative_error(call(*tensors, backend="auto"), call(*tensors, backend="reference")) < 1e-12
+
+
+@compiled
+@every_call
+def test_cpu_refuses_tensors_that_require_a_gradient(name: str) -> None:
+    tensors, call = CALLS[name]
+    for position in range(len(tensors)):
+        given = list(tensors)
+        given[position] = given[position].clone().requires_grad_()
+        with pytest.raises(RuntimeError, match=r"backend 'cpu' cannot be used: .*requires a gradient"):
+            call(*given, backend="cpu")
+        with torch.no_grad():
+            assert torch.equal(call(*given, backend="cpu"), call(*tensors, backend="cpu"))
+
+
+@every_call
+def test_auto_lets_gradients_flow(name: str) -> None:
+    tensors, call = CALLS[name]
+    gradients = []
+    for backend in ("auto", "reference"):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        result = call(*leaves, backend=backend)
+        gradients.append(torch.autograd.grad(result.sin().sum(), leaves))
+    for auto, expected in zip(*gradients, strict=True):
+        assert expected.any()
+        assert torch.equal(auto, expected)
+
+
+@pytest.mark.parametrize("name", ["relu", "silu"])
+def test_auto_takes_the_reference_for_16_bits_and_for_activations_of_your_own(name: str) -> None:
+    act = activation(name)
+    own = s3d.Activation("own", act.function, act.first, act.curvature, act.kinks)
+    expected = ops.curvature_coefficients(X, X.sin(), act, backend="reference")
+    assert relative_error(ops.curvature_coefficients(X, X.sin(), own), expected) < 1e-12
+    half = ops.curvature_coefficients(X.bfloat16(), X.sin().bfloat16(), act)
+    assert half.dtype == torch.bfloat16
+    assert relative_error(half, expected) < 0.05
+    for g, chosen in ((X, own), (X.bfloat16(), act)):
+        with pytest.raises(RuntimeError, match="backend 'cpu' cannot be used"):
+            ops.curvature_coefficients(g, g, chosen, backend="cpu")
+
+
+def layers() -> dict[str, SplittingOperator]:
+    """Return layers of every kind and of unequal sizes, in float64."""
+    return {
+        "rows": PointwiseOperator(*RowsCase(700, 16, 9).tensors()),
+        "rows-with-bias": PointwiseOperator(*RowsCase(131, 33, 7).tensors(1), bias=True),
+        "few-rows": PointwiseOperator(*RowsCase(5, 40, 3).tensors(2)),
+        "one-number": PointwiseOperator(*RowsCase(9, 1, 4).tensors(3)),
+        "batches": SumOperator([PointwiseOperator(*RowsCase(300, 12, 6).tensors(k)) for k in range(3)], [0.5, -1, 2]),
+        "mixed": SumOperator(
+            [operator_of(EDGES[0]), PointwiseOperator(*RowsCase(50, 6, 5).tensors(4))],
+        ),
+        "edgeconv": operator_of(EDGES[1]),
+        "conv": operator_of(CONVS[1]),
+    }
+
+
+def assert_same_ends(found: Spectrum, expected: Spectrum) -> None:
+    radius = expected.radius.max()
+    assert found.converged.all()
+    assert ((found.lambda_min - expected.lambda_min).abs() / radius).max() < 1e-8
+    assert ((found.lambda_max - expected.lambda_max).abs() / radius).max() < 1e-8
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled), "auto"])
+@pytest.mark.parametrize("solver", ["auto", "exact", "lanczos"])
+def test_solvers_agree_on_every_backend(solver: str, backend: str) -> None:
+    expected = extremal_eigenpairs(layers(), solver="exact", tol=1e-9, backend="reference")
+    together = extremal_eigenpairs(layers(), solver=solver, tol=1e-9, backend=backend)
+    listed = extremal_eigenpairs(list(layers().values()), solver=solver, tol=1e-9, backend=backend)
+    assert list(together) == list(layers())
+    for (name, operator), in_list in zip(layers().items(), listed, strict=True):
+        S = operator.dense("reference")
+        values = torch.linalg.eigvalsh(S)
+        radius = values.abs().amax()
+        assert (expected[name].lambda_min - values[:, 0]).abs().max() < 1e-12 * radius
+        assert (expected[name].lambda_max - values[:, -1]).abs().max() < 1e-12 * radius
+        alone = extremal_eigenpairs(operator, solver=solver, tol=1e-9, backend=backend)
+        for found in (together[name], in_list, alone):
+            assert_same_ends(found, expected[name])
+
+
+@compiled
+def test_auto_forms_the_matrix_where_that_is_cheaper() -> None:
+    many = PointwiseOperator(*RowsCase(20000, 16, 8).tensors())
+    wide = PointwiseOperator(*RowsCase(2000, 512, 2).tensors())
+    assert prefers_exact(many, 1e-9)
+    assert prefers_exact(SumOperator([many, many]), 1e-9)
+    assert not prefers_exact(wide, 1e-3)
+    assert not prefers_exact(operator_of(CONVS[0]), 1e-9)
+    assert not prefers_exact(operator_of(EDGES[0]), 1e-9)
+    assert not prefers_exact(SumOperator([operator_of(EDGES[0])]), 1e-9)
+    found = extremal_eigenpairs([many, wide, operator_of(CONVS[0])], solver="auto", tol=1e-9)
+    assert (found[0].matvecs == 2).all()
+    assert (found[1].matvecs > 2).all()
+    assert (found[2].matvecs > 2).all()
+    assert_same_ends(found[0], extremal_eigenpairs(many, solver="lanczos", tol=1e-9))
+
+
+def test_a_restricted_edgeconv_layer_runs_on_every_backend() -> None:
+    # Columns of winner and C taken by an index: what Lanczos does when filters leave.
+    operator = operator_of(EDGES[1])
+    assert isinstance(operator, EdgeConvOperator)
+    some = operator.restrict(torch.tensor([4, 1]))
+    V = random_vectors(*some.shape)
+    assert relative_error(some.matvec(V, "auto"), some.matvec(V, "reference")) < 1e-12
+
+
+def python(*arguments: str) -> str:
+    """Return what Python prints when run with the given arguments in the folder of the sources."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+WITHOUT_EXTENSION = """
+import sys
+{hide}
+import torch
+import s3d_fast as s3d
+from s3d_fast import env, ops, reference
+
+assert s3d.extension.module is None
+X, C, V = torch.rand(6, 4), torch.rand(6, 3), torch.rand(3, 4)
+assert torch.equal(ops.splitting_matvec(X, C, V), reference.splitting_matvec(X, C, V))
+assert s3d.extremal_eigenpairs((X, C), solver="auto").converged.all()
+weight = ops.grow_weight(V, torch.tensor([0, 0, 1, 2]))
+assert weight.shape == (4, 4)
+try:
+    ops.splitting_matvec(X, C, V, backend="cpu")
+except RuntimeError as error:
+    print("raised:", error)
+for name, state in env.report().items():
+    print(name + ":", state)
+"""
+HIDDEN = {
+    "was not built": "sys.modules['s3d_fast._C'] = None",
+    "does not load: undefined symbol": """
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "s3d_fast._C":
+            raise ImportError("undefined symbol")
+sys.meta_path.insert(0, Broken())
+""",
+}
+
+
+@pytest.mark.parametrize("why", HIDDEN)
+def test_the_package_works_without_the_extension(why: str) -> None:
+    lines = python("-W", "error", "-c", WITHOUT_EXTENSION.format(hide=HIDDEN[why])).splitlines()
+    raised = next(line for line in lines if line.startswith("raised:"))
+    assert why in raised
+    assert "pip install" in raised
+    assert any(line.startswith("extension: not available") and why in line for line in lines)
+    assert any(line.startswith("backend cpu: ") and why in line for line in lines)
+    assert "backend reference: available" in lines
+
+
+def test_an_import_error_inside_another_module_is_not_hidden() -> None:
+    code = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "s3d_fast._C":
+            raise ModuleNotFoundError("No module named 'other'", name="other")
+sys.meta_path.insert(0, Broken())
+try:
+    import s3d_fast
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert python("-c", code).strip() == "other"
+
+
+def test_env_prints_every_backend() -> None:
+    printed = python("-m", "s3d_fast.env")
+    assert all(f"backend {name}" in printed for name in ops.BACKENDS if name != "auto")
+    if s3d.extension.module is not None:
+        assert all(name in printed for name in s3d.extension.module.compiled_isas())
+        assert f"{s3d.extension.module.available_isas()[0]} (in use)" in printed
+
+
+@compiled
+def test_every_registered_operator_is_tested() -> None:
+    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("s3d_fast::")}
+    assert names == set(good_calls())
+
+
+# In a process of its own: a division by zero would end this one.
+@compiled
+@pytest.mark.parametrize(
+    "code",
+    [
+        "ops.splitting_matvec(ones(1, 3).expand(5, 3), ones(5, 2), ones(2, 3), False)",
+        "ops.krylov_extend(ones(2, 4, 0), ones(2, 0), ones(2, 4), ones(2, 4), zeros(2).long(), ones(2), 0)",
+        "ops.krylov_extend(ones(0, 4, 3), ones(0, 3), ones(0, 4), ones(0, 4), zeros(0).long(), ones(0), 0)",
+    ],
+    ids=["rows-with-stride-zero", "vectors-of-size-zero", "no-filters"],
+)
+def test_strides_and_sizes_of_zero_do_not_end_the_process(code: str) -> None:
+    setup = "import torch, s3d_fast; from torch import ones, zeros; ops = torch.ops.s3d_fast"
+    python("-c", f"{setup}\ntry:\n    {code}\nexcept ValueError:\n    pass")

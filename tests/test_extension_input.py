@@ -1,0 +1,282 @@
+"""The operators torch.ops.s3d_fast.* themselves: what PyTorch asks of them, and bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.extension_cases import IN_PLACE, good_calls, tensors_of
+
+pytest.importorskip("s3d_fast._C")
+kernels = torch.ops.s3d_fast
+pytestmark = pytest.mark.usefixtures("isa")
+
+Change = Callable[[Any], Any]
+OPERATORS = tuple(good_calls())
+CHANGES_ITS_ARGUMENTS = ("add_splitting_matrices", "curvature_coefficients_", "krylov_extend")
+
+
+def call(name: str, arguments: tuple) -> list[Tensor]:
+    result = getattr(kernels, name)(*arguments)
+    return tensors_of(tuple(result) if isinstance(result, tuple | list) else (result,))
+
+
+def on_meta(argument: object) -> object:
+    if isinstance(argument, list):
+        return [on_meta(item) for item in argument]
+    return argument.to("meta") if isinstance(argument, Tensor) else argument
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_keeps_pytorchs_rules(name: str) -> None:
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    results = torch.library.opcheck(getattr(kernels, name).default, good_calls()[name], test_utils=tests)
+    assert results == dict.fromkeys(tests, "SUCCESS")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_meta_tensors_give_the_shapes_and_dtypes_of_the_result(name: str) -> None:
+    arguments = good_calls()[name]
+    expected = call(name, arguments)
+    found = call(name, tuple(on_meta(argument) for argument in arguments))
+    assert len(found) == len(expected)
+    assert (len(found) == 0) == (name in CHANGES_ITS_ARGUMENTS)
+    for meta, real in zip(found, expected, strict=True):
+        assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
+        assert meta.stride() == real.stride()
+
+
+@pytest.mark.parametrize("name", CHANGES_ITS_ARGUMENTS)
+def test_a_change_is_known_to_autograd(name: str) -> None:
+    arguments = good_calls()[name]
+    changed = arguments[0]
+    weight = torch.ones_like(changed, requires_grad=True)
+    loss = (weight * changed).sum()
+    call(name, arguments)
+    assert changed._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_derivatives_are_refused_and_not_zero() -> None:
+    X, C, V, bias = good_calls()["splitting_matvec"]
+    with pytest.raises(RuntimeError, match="not implemented"):
+        kernels.splitting_matvec(X, C, V.requires_grad_(), bias).sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(V.detach(), torch.ones_like(V))
+        with pytest.raises(NotImplementedError, match="forward"):
+            kernels.splitting_matvec(X, C, dual, bias)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_good_input_is_good(name: str) -> None:
+    assert all(tensor.isfinite().all() for tensor in call(name, good_calls()[name]))
+
+
+def but_for(value: float, at: int = -1) -> Change:
+    """Return a change of one entry of a tensor."""
+
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[at] = value
+        return tensor
+
+    return change
+
+
+def first(change: Change) -> Change:
+    """Return a change of the first item of a list."""
+    return lambda items: [change(items[0]), *items[1:]]
+
+
+def narrower(tensor: Tensor) -> Tensor:
+    return tensor[..., :-1]
+
+
+def shorter(tensor: Tensor | list) -> Tensor | list:
+    return tensor[:-1]
+
+
+def flatter(tensor: Tensor) -> Tensor:
+    return tensor[0]
+
+
+def deeper(tensor: Tensor) -> Tensor:
+    return tensor[None, None]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.int64)
+
+
+def apart(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def to(value: object) -> Change:
+    return lambda _: value
+
+
+SHAPES: list[tuple[str, int, Change]] = [
+    *(("splitting_matvec", position, change) for position in (0, 1, 2) for change in (narrower, shorter, flatter)),
+    *(("splitting_matvec", position, deeper) for position in (0, 1, 2)),
+    ("splitting_matvec", 3, to(False)),
+    *(("splitting_matvec_grouped", position, shorter) for position in (0, 1, 2, 3)),
+    *(("splitting_matvec_grouped", position, first(narrower)) for position in (0, 1, 2)),
+    *(("splitting_matvec_grouped", position, first(shorter)) for position in (0, 1, 2)),
+    ("splitting_matvec_grouped", 3, to([True, True])),
+    *(("edgeconv_matvec", position, change) for position in range(4) for change in (narrower, shorter, flatter)),
+    ("edgeconv_matvec", 4, to(True)),
+    *(("splitting_matrices", position, change) for position in (0, 1) for change in (shorter, flatter, deeper)),
+    *(("add_splitting_matrices", position, change) for position in (0, 1, 2) for change in (shorter, flatter)),
+    ("add_splitting_matrices", 0, narrower),
+    ("add_splitting_matrices", 0, apart),
+    ("add_splitting_matrices", 3, to(True)),
+    *(
+        (name, position, change)
+        for name in ("curvature_coefficients", "curvature_coefficients_")
+        for position, change in [
+            (0, shorter),
+            (0, flatter),
+            (1, narrower),
+            (2, shorter),
+            (2, deeper),
+            (3, to(-1)),
+            (3, to(3)),
+            (3, to(2)),
+            (4, to(-1)),
+            (4, to(99)),
+            (7, to([])),
+            (8, to([1.0, 2.0])),
+        ]
+    ),
+    ("curvature_coefficients_", 0, apart),
+    ("grow_weight", 0, flatter),
+    ("grow_weight", 0, deeper),
+    ("grow_weight", 0, lambda weight: weight.sum()),
+    *(("grow_weight", position, deeper) for position in (1, 2, 3, 4, 5, 6)),
+    *(("grow_weight", position, shorter) for position in (2, 4, 6)),
+    ("grow_weight", 3, narrower),
+    ("grow_weight", 3, to(None)),
+    ("grow_weight", 4, to(None)),
+    *(("krylov_extend", position, shorter) for position in range(6)),
+    ("krylov_extend", 0, narrower),
+    ("krylov_extend", 0, flatter),
+    ("krylov_extend", 0, apart),
+    ("krylov_extend", 1, narrower),
+    ("krylov_extend", 2, lambda alpha: alpha[:, :0]),
+    *(("krylov_extend", position, apart) for position in (2, 3, 4, 5)),
+    *(("krylov_extend", 6, to(step)) for step in (-1, 2, 3, 2**62, -(2**62))),
+    ("symmetric_extremes", 0, narrower),
+    ("symmetric_extremes", 0, flatter),
+    ("symmetric_extremes", 0, lambda S: S[:, :0, :0]),
+    *(("tridiagonal_extremes", position, change) for position in (0, 1) for change in (narrower, shorter, flatter)),
+    ("tridiagonal_extremes", 0, lambda alpha: alpha[:, :0]),
+    ("tridiagonal_extremes", 2, shorter),
+    ("tridiagonal_extremes", 2, deeper),
+]
+
+DTYPES: list[tuple[str, int, Change]] = [
+    *(
+        (name, position, change)
+        for name, positions in {
+            "splitting_matvec": (0, 1, 2),
+            "edgeconv_matvec": (0, 2, 3),
+            "splitting_matrices": (0, 1),
+            "add_splitting_matrices": (0, 1, 2),
+            "curvature_coefficients": (0, 1, 2),
+            "curvature_coefficients_": (0, 1, 2),
+            "grow_weight": (0, 2, 3, 6),
+            "krylov_extend": (0, 1, 2, 3, 5),
+            "tridiagonal_extremes": (0, 1),
+        }.items()
+        for position in positions
+        for change in (Tensor.float, Tensor.half, whole, Tensor.cfloat)
+    ),
+    *(("splitting_matvec_grouped", position, first(Tensor.float)) for position in (0, 1, 2)),
+    *(("symmetric_extremes", 0, change) for change in (Tensor.half, whole, Tensor.cfloat)),
+    *(
+        (name, position, change)
+        for name, position in [
+            ("edgeconv_matvec", 1),
+            ("grow_weight", 1),
+            ("grow_weight", 4),
+            ("grow_weight", 5),
+            ("krylov_extend", 4),
+            ("tridiagonal_extremes", 2),
+        ]
+        for change in (Tensor.int, Tensor.double)
+    ),
+]
+
+RANGES: list[tuple[str, int, Change]] = [
+    *(("edgeconv_matvec", 1, but_for(value, at)) for value in (5, -1, 2**40, -(2**63)) for at in (0, -1)),
+    *(("grow_weight", 1, but_for(value)) for value in (3, -1, 2**62)),
+    *(("grow_weight", 4, but_for(value)) for value in (1, -2, -(2**62))),
+    *(("grow_weight", 5, but_for(value)) for value in (4, -1, 2**62)),
+    *(("tridiagonal_extremes", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
+]
+
+DEVICES = [
+    (name, position, to_meta)
+    for name, arguments in good_calls().items()
+    for position, argument in enumerate(arguments)
+    for to_meta in [on_meta if isinstance(argument, Tensor) else first(on_meta)]
+    if tensors_of((argument,)) and name != "symmetric_extremes"
+]
+
+
+def assert_refused(name: str, position: int, change: Change, errors: tuple[type[Exception], ...]) -> None:
+    """Check that the call with one argument changed raises and has not changed anything."""
+    arguments = list(good_calls()[name])
+    arguments[position] = change(arguments[position])
+    before = [tensor.clone() for tensor in tensors_of(tuple(arguments))]
+    with pytest.raises(errors) as raised:
+        getattr(kernels, name)(*arguments)
+    assert "INTERNAL ASSERT" not in str(raised.value)
+    for tensor, old in zip(tensors_of(tuple(arguments)), before, strict=True):
+        if tensor.device.type == "cpu":
+            assert torch.equal(tensor, old)
+
+
+def numbered(changes: list[tuple[str, int, Change]]) -> pytest.MarkDecorator:
+    ids = [f"{name}-{position}-{number}" for number, (name, position, _) in enumerate(changes)]
+    return pytest.mark.parametrize(("name", "position", "change"), changes, ids=ids)
+
+
+@numbered(SHAPES)
+def test_a_wrong_shape_or_number_is_refused(name: str, position: int, change: Change) -> None:
+    assert_refused(name, position, change, (ValueError,))
+
+
+@numbered(DTYPES)
+def test_a_wrong_dtype_is_refused(name: str, position: int, change: Change) -> None:
+    assert_refused(name, position, change, (TypeError,))
+
+
+@numbered(RANGES)
+def test_an_index_out_of_range_is_refused(name: str, position: int, change: Change) -> None:
+    assert_refused(name, position, change, (IndexError,))
+
+
+@numbered(DEVICES)
+def test_one_tensor_on_another_device_is_refused(name: str, position: int, change: Change) -> None:
+    assert_refused(name, position, change, (ValueError,))
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_meta_tensors_are_checked_like_others(name: str) -> None:
+    arguments = [on_meta(argument) for argument in good_calls()[name]]
+    arguments[1] = arguments[1][:-1]
+    with pytest.raises(ValueError, match="must have shape"):
+        getattr(kernels, name)(*arguments)
+
+
+def test_sparse_tensors_are_refused() -> None:
+    X, C, V, bias = good_calls()["splitting_matvec"]
+    with pytest.raises(NotImplementedError, match="SparseCPU"):
+        kernels.splitting_matvec(X.to_sparse(), C, V, bias)
