@@ -118,6 +118,7 @@ void curvature_coefficients_inplace(at::Tensor& g, const at::Tensor& z, const st
     at::assert_no_partial_overlap(g, z);
     if (scale) at::assert_no_overlap(g, *scale);
     compute_into(g, g, z, scale, axis, formula_of(curvature, a, b, kink_at, kink_jump, sharpness));
+    mark_changed(g);
 }
 
 }  // namespace s3d

@@ -126,6 +126,7 @@ void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alp
     } else {
         extend<double>(basis, dense, alpha, beta, length, scale, step);
     }
+    for (const at::Tensor* changed : {&basis, &alpha, &beta, &length, &scale}) mark_changed(*changed);
 }
 
 std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& alpha, const at::Tensor& beta,

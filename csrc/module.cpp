@@ -20,6 +20,10 @@ void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor&
     TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && compute.layout() == at::kStrided, name, " must be dense");
 }
 
+void mark_changed(const at::Tensor& tensor) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 }  // namespace s3d
 
 TORCH_LIBRARY(s3d_fast, m) {
@@ -85,13 +89,6 @@ TORCH_LIBRARY_IMPL(s3d_fast, Autograd, m) {
     m.impl("krylov_extend", torch::autograd::autogradNotImplementedFallback());
     m.impl("symmetric_extremes", torch::autograd::autogradNotImplementedFallback());
     m.impl("tridiagonal_extremes", torch::autograd::autogradNotImplementedFallback());
-}
-
-// Those that change an argument say so to autograd.
-TORCH_LIBRARY_IMPL(s3d_fast, ADInplaceOrView, m) {
-    m.impl("add_splitting_matrices", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
-    m.impl("curvature_coefficients_", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
-    m.impl("krylov_extend", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

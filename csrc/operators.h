@@ -73,6 +73,9 @@ std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& a
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes(const at::Tensor& S);
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S);
 
+// Tells autograd that a tensor was changed in place, for the operators that do so.
+void mark_changed(const at::Tensor& tensor);
+
 // Raises unless `compute` is float32 or float64 and `tensor` is stored in that type, or in 16 bits for float32.
 void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor& compute);
 

@@ -187,6 +187,7 @@ void add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tens
     at::assert_no_overlap(out, X);
     at::assert_no_overlap(out, C);
     compute(out, X, C, bias, weight, true);
+    mark_changed(out);
 }
 
 }  // namespace s3d

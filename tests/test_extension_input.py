@@ -62,6 +62,8 @@ def test_a_change_is_known_to_autograd(name: str) -> None:
         loss.backward()
 
 
+# PyTorch's own forward mode uses it.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_derivatives_are_refused_and_not_zero() -> None:
     X, C, V, bias = good_calls()["splitting_matvec"]
     with pytest.raises(RuntimeError, match="not implemented"):
