@@ -58,7 +58,7 @@ class AutodiffRayleigh:
         signs = torch.tensor([-1.0, 1.0])[:, None, None]
         for name, gradient in zip(names, torch.autograd.grad(total, [self.V[name] for name in names]), strict=True):
             with torch.no_grad():
-                V = self.V[name] + signs * rate[name][:, None] * gradient
+                V = self.V[name] + signs * rate[name] * gradient
                 self.V[name] = F.normalize(V, dim=-1).requires_grad_()
 
     def _outputs(self, x: Tensor, seen: dict[str, tuple[Tensor, Tensor, Tensor]]) -> Tensor:

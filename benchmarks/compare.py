@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from s3d_fast import extension
+from s3d_fast.solvers import Spectrum
 
 Call = Callable[[], object]
 
@@ -29,11 +30,17 @@ def matmul_peak(dtype: torch.dtype = torch.float32) -> Limit:
     return Limit("sgemm" if dtype == torch.float32 else "dgemm", 2 * size**3, lambda: torch.mm(A, A, out=out))
 
 
-def copy_bandwidth(megabytes: int = 256) -> Limit:
+def copy_bandwidth(megabytes: int = 128) -> Limit:
     """Return the bytes read and written by a copy between two tensors that exist and are too large for any cache."""
     source = torch.ones(megabytes << 20, dtype=torch.uint8)
     target = torch.ones_like(source)
     return Limit("copy", 2 * source.numel(), lambda: target.copy_(source))
+
+
+def clone_bandwidth(tensors: Sequence[torch.Tensor]) -> Limit:
+    """Return the bytes read and written by copying tensors into memory that is allocated for it."""
+    total = sum(tensor.nbytes for tensor in tensors)
+    return Limit("clone", 2 * total, lambda: [tensor.clone() for tensor in tensors])
 
 
 @contextlib.contextmanager
@@ -51,7 +58,7 @@ def compare(
     ours: Call,
     others: Mapping[str, Call],
     *,
-    limit: Limit | None = None,
+    limits: Sequence[Limit] = (),
     work: float = 0,
     aims: Mapping[str, float] | None = None,
     rounds: int = 15,
@@ -60,14 +67,12 @@ def compare(
 
     Args:
         others: the competitors by name; a ratio above 1 says that ours is faster.
-        limit: what ours is bounded by.
-        work: of ours, in the unit of the limit: flops or bytes.
-        aims: by name of a competitor or of the limit, what the ratio should be at least.
+        limits: what ours is bounded by.
+        work: of ours, in the unit of the limits: flops or bytes.
+        aims: by name of a competitor or of a limit, what the ratio should be at least.
         rounds: the ratio is the median over rounds of the competitor's time over ours in the same round.
     """
-    calls = dict(others)
-    if limit is not None:
-        calls[limit.name] = limit.run
+    calls = {**others, **{limit.name: limit.run for limit in limits}}
     times: dict[str, list[float]] = {name: [] for name in calls}
 
     def time_others() -> None:
@@ -85,11 +90,18 @@ def compare(
     if benchmark.stats is None:
         return
     mine = benchmark.stats.stats.data
-    ratios = {}
-    for name, measured in times.items():
-        ratio = statistics.median(theirs / own for theirs, own in zip(measured, mine, strict=True))
-        # Of a limit, the fraction of its speed; of a competitor, how many times faster than it.
-        ratios[name] = ratio * work / limit.work if limit is not None and name == limit.name else ratio
+    ratios = {
+        name: statistics.median(theirs / own for theirs, own in zip(measured, mine, strict=True))
+        for name, measured in times.items()
+    }
+    # Of a limit, the fraction of its speed; of a competitor, how many times faster than it.
+    ratios.update({limit.name: ratios[limit.name] * work / limit.work for limit in limits})
     benchmark.extra_info["ratios"] = ratios
-    benchmark.extra_info["limit"] = "" if limit is None else limit.name
     benchmark.extra_info["aims"] = dict(aims or {})
+
+
+def error(found: Spectrum, truth: Spectrum) -> torch.Tensor:
+    """Return the larger error of the two eigenvalues of every filter, in units of its spectral radius."""
+    low, high = (found.lambda_min - truth.lambda_min).abs(), (found.lambda_max - truth.lambda_max).abs()
+    # A filter that gets no gradient has S = 0.
+    return torch.maximum(low, high) / torch.where(truth.radius > 0, truth.radius, 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch import Tensor
 
+from benchmarks.compare import error
 from s3d_fast.operators import PointwiseOperator
 from s3d_fast.solvers import Spectrum, extremal_eigenpairs
 
@@ -23,12 +23,6 @@ def layer() -> PointwiseOperator:
 @pytest.fixture(scope="module")
 def truth(layer: PointwiseOperator) -> Spectrum:
     return extremal_eigenpairs(layer, solver="exact")
-
-
-def error(found: Spectrum, truth: Spectrum) -> Tensor:
-    """Return the larger error of the two eigenvalues of every filter, in units of its spectral radius."""
-    low, high = (found.lambda_min - truth.lambda_min).abs(), (found.lambda_max - truth.lambda_max).abs()
-    return torch.maximum(low, high) / truth.radius
 
 
 def test_lanczos(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: Spectrum) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import s3d_fast as s3d
-from benchmarks.compare import compare, copy_bandwidth, without_extension
+from benchmarks.compare import clone_bandwidth, compare, copy_bandwidth, without_extension
+from s3d_fast import ops, surgery
 from s3d_fast.models import MobileNetV1
 
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -38,12 +40,12 @@ def random_plan(model: torch.nn.Module, fraction: float) -> s3d.SplitPlan:
     return s3d.SplitPlan(graph, splits)
 
 
-def nbytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of all parameters, buffers and optimizer state."""
+def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all parameters, buffers and optimizer state."""
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
+    return [tensor.detach() for tensor in tensors]
 
 
 def test_apply_splits(benchmark: BenchmarkFixture) -> None:
@@ -67,16 +69,49 @@ def test_apply_splits(benchmark: BenchmarkFixture) -> None:
     plain, ours = apply("reference"), apply("cpu")
     for expected, found in zip(plain[0].state_dict().values(), ours[0].state_dict().values(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    work = nbytes(model, optimizer) + nbytes(*ours)
-    del plain, ours
+    before, after = tensors_of(model, optimizer), tensors_of(*ours)
+    work = sum(tensor.nbytes for tensor in before + after)
+    del plain
     rounds = 9
     supply(2 * (rounds + 2))
     compare(
         benchmark,
         lambda: apply("cpu"),
         {"reference": lambda: apply("reference")},
-        limit=copy_bandwidth(),
+        limits=[copy_bandwidth(), clone_bandwidth(after)],
         work=work,
         aims={"reference": 3.0, "copy": 0.5},
         rounds=rounds,
+    )
+
+
+def test_all_tensors(benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same surgery without what comes before and after it: the new weights and optimizer state of all layers."""
+    benchmark.group = "surgery"
+    model, optimizer = trained()
+    plan = random_plan(model, 0.35)
+    calls: list[tuple[tuple, dict]] = []
+
+    def record(*arguments: torch.Tensor, **options: float) -> torch.Tensor:
+        calls.append((arguments, options))
+        return ops.grow_weight(*arguments, **options)
+
+    monkeypatch.setattr(surgery, "grow_weight", record)
+    s3d.apply_splits(model, plan, 0.01, optimizer)
+
+    def grow(backend: str) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [ops.grow_weight(*arguments, **options, backend=backend) for arguments, options in calls]
+
+    after = grow("cpu")
+    for expected, found in zip(grow("reference"), after, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    compare(
+        benchmark,
+        lambda: grow("cpu"),
+        {"reference": lambda: grow("reference")},
+        limits=[copy_bandwidth(), clone_bandwidth(after)],
+        work=sum(tensor.nbytes for tensor in [*after, *[arguments[0] for arguments, _ in calls]]),
+        aims={"reference": 3.0, "copy": 0.5},
+        rounds=9,
     )

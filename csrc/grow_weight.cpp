@@ -74,7 +74,7 @@ class ColumnPlan {
 
 template <typename T>
 void compute(const at::Tensor& weight, const at::Tensor& rows, const at::Tensor& row_scale, const at::Tensor& shift,
-             const at::Tensor& shift_rows, const at::Tensor& columns, const at::Tensor& column_scale,
+             const at::Tensor& shift_rows, const at::Tensor& columns, const at::Tensor& column_scale, T shift_scale,
              const at::Tensor& out) {
     const int64_t row_size = weight.numel() / weight.size(0), new_rows = rows.numel();
     const int64_t new_size = out.numel() / new_rows;
@@ -98,7 +98,7 @@ void compute(const at::Tensor& weight, const at::Tensor& rows, const at::Tensor&
         for (int64_t r = task * rows_per_task; r < end; ++r) {
             const int64_t s = moved_index ? moved_index[r] : r;
             kernel.grow_row(old + index[r] * row_size, scale ? scale[r] : T(1),
-                            moved && s >= 0 ? moved + s * row_size : nullptr, plan ? &view : nullptr,
+                            moved && s >= 0 ? moved + s * row_size : nullptr, shift_scale, plan ? &view : nullptr,
                             plan ? plan->scale() : nullptr, new_size, to + r * new_size);
         }
     });
@@ -109,7 +109,8 @@ void compute(const at::Tensor& weight, const at::Tensor& rows, const at::Tensor&
 at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows,
                             const std::optional<at::Tensor>& row_scale, const std::optional<at::Tensor>& shift,
                             const std::optional<at::Tensor>& shift_rows, const std::optional<at::Tensor>& columns,
-                            const std::optional<at::Tensor>& column_scale) {
+                            const std::optional<at::Tensor>& column_scale, double shift_scale) {
+    (void)shift_scale;
     const at::ScalarType type = weight.scalar_type();
     TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "weight must be float32 or float64, got ", type);
     TORCH_CHECK_VALUE(weight.dim() >= 1, "weight must have at least one dimension");
@@ -141,8 +142,10 @@ at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows,
 
 at::Tensor grow_weight(const at::Tensor& weight, const at::Tensor& rows, const std::optional<at::Tensor>& row_scale,
                        const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& shift_rows,
-                       const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale) {
-    const at::Tensor out = grow_weight_meta(weight, rows, row_scale, shift, shift_rows, columns, column_scale);
+                       const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale,
+                       double shift_scale) {
+    const at::Tensor out =
+        grow_weight_meta(weight, rows, row_scale, shift, shift_rows, columns, column_scale, shift_scale);
     const at::Tensor row_index = rows.contiguous(), shift_index = dense(shift_rows);
     const at::Tensor column_index =
         column_scale && !columns ? at::arange(weight.size(1), rows.options()) : dense(columns);
@@ -152,10 +155,10 @@ at::Tensor grow_weight(const at::Tensor& weight, const at::Tensor& rows, const s
     if (out.numel() == 0) return out;
     if (weight.scalar_type() == at::kFloat) {
         compute<float>(weight.contiguous(), row_index, dense(row_scale), dense(shift), shift_index, column_index,
-                       dense(column_scale), out);
+                       dense(column_scale), static_cast<float>(shift_scale), out);
     } else {
         compute<double>(weight.contiguous(), row_index, dense(row_scale), dense(shift), shift_index, column_index,
-                        dense(column_scale), out);
+                        dense(column_scale), shift_scale, out);
     }
     return out;
 }

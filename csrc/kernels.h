@@ -84,10 +84,10 @@ struct Kernels {
     // y += factor * x.
     void (*add)(T factor, const T* x, int64_t count, T* y);
 
-    // out[i] = (row[columns[i]] * row_scale + shift[columns[i]]) * column_scale[i]. shift, columns and column_scale
-    // may be null: then nothing is added, columns[i] = i, and nothing is multiplied. Columns are in range.
-    void (*grow_row)(const T* row, T row_scale, const T* shift, const Columns<T>* columns, const T* column_scale,
-                     int64_t count, T* out);
+    // out[i] = (row[columns[i]] * row_scale + shift_scale * shift[columns[i]]) * column_scale[i]. shift, columns and
+    // column_scale may be null: then nothing is added, columns[i] = i, and nothing is multiplied. Columns are in range.
+    void (*grow_row)(const T* row, T row_scale, const T* shift, T shift_scale, const Columns<T>* columns,
+                     const T* column_scale, int64_t count, T* out);
 };
 
 // Numbers stored in 16 bits, widened.

@@ -50,11 +50,12 @@ void curvature_coefficients_inplace_meta(at::Tensor& g, const at::Tensor& z, con
 
 at::Tensor grow_weight(const at::Tensor& weight, const at::Tensor& rows, const std::optional<at::Tensor>& row_scale,
                        const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& shift_rows,
-                       const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale);
+                       const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale,
+                       double shift_scale);
 at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows,
                             const std::optional<at::Tensor>& row_scale, const std::optional<at::Tensor>& shift,
                             const std::optional<at::Tensor>& shift_rows, const std::optional<at::Tensor>& columns,
-                            const std::optional<at::Tensor>& column_scale);
+                            const std::optional<at::Tensor>& column_scale, double shift_scale);
 
 // One Lanczos step of all filters: see reference.krylov_extend.
 void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,

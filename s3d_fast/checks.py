@@ -11,6 +11,7 @@ from torch import Tensor
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 COMPUTE_DTYPES = (torch.float32, torch.float64)
+FLOAT_DTYPES = COMPUTE_DTYPES + HALF_DTYPES
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
@@ -22,7 +23,7 @@ def is_tensor(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a floating-point tensor of a supported dtype."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.dtype not in COMPUTE_DTYPES + HALF_DTYPES:
+    if value.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float32, float64, bfloat16 or float16, got {value.dtype}")
 
 

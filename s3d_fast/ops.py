@@ -274,19 +274,23 @@ def grow_weight(
     columns: Tensor | None = None,  # (I',), int64
     column_scale: Tensor | None = None,  # (I',)
     *,
+    shift_scale: float = 1.0,
     backend: str = "auto",
 ) -> Tensor:  # (M', I', ...)
-    """Return (row_scale * weight[rows] + shift[shift_rows])[:, columns] * column_scale: a layer's weight after splits.
+    """Return (row_scale * weight[rows] + shift_scale * shift[shift_rows])[:, columns] * column_scale.
+
+    That is a layer's weight after splits: rows copied and moved, then columns copied and weighted.
 
     shift_rows is -1 for a row that nothing is added to; without it, row n of shift belongs to row n. Indices out of
     range raise an IndexError or a RuntimeError, before anything is changed.
     """
     inputs = (weight, row_scale, shift, column_scale)
     if weight.dtype in checks.COMPUTE_DTYPES and resolve_backend(backend, *inputs) == "cpu":
-        return torch.ops.s3d_fast.grow_weight(weight, rows, row_scale, shift, shift_rows, columns, column_scale)
+        arguments = (weight, rows, row_scale, shift, shift_rows, columns, column_scale, shift_scale)
+        return torch.ops.s3d_fast.grow_weight(*arguments)
     if backend == "cpu":
         raise RuntimeError(f"backend 'cpu' cannot be used: it does not compute in {weight.dtype}")
-    return reference.grow_weight(weight, rows, row_scale, shift, shift_rows, columns, column_scale)
+    return reference.grow_weight(weight, rows, row_scale, shift, shift_rows, columns, column_scale, shift_scale)
 
 
 def krylov_extend(

@@ -154,16 +154,17 @@ def grow_weight(
     shift_rows: Tensor | None = None,  # (M',), which row of shift; -1 for none. One after the other by default
     columns: Tensor | None = None,  # (I',), which column each new column copies
     column_scale: Tensor | None = None,  # (I',)
+    shift_scale: float = 1.0,
 ) -> Tensor:  # (M', I', ...)
-    """Return (row_scale * weight[rows] + shift[shift_rows])[:, columns] * column_scale: rows first, columns after."""
+    """Return (row_scale * weight[rows] + shift_scale * shift[shift_rows])[:, columns] * column_scale."""
     result = weight.index_select(0, rows)
     if row_scale is not None:
         result = result * row_scale.reshape(-1, *[1] * (result.dim() - 1))
     if shift is not None and shift_rows is not None:
         moved = (shift_rows >= 0).nonzero().squeeze(-1)
-        result = result.index_add(0, moved, shift.index_select(0, shift_rows[moved]))
+        result = result.index_add(0, moved, shift.index_select(0, shift_rows[moved]), alpha=shift_scale)
     elif shift is not None:
-        result = result + shift
+        result = result + shift_scale * shift
     if columns is not None:
         result = result.index_select(1, columns)
     if column_scale is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from s3d_fast import checks, layers
 from s3d_fast.edgeconv import EdgeConv
-from s3d_fast.graph import Graph, Layout
+from s3d_fast.graph import Graph, Layout, Unit
 from s3d_fast.ops import grow_weight
 from s3d_fast.plan import NeuronSplit, SplitPlan
 
@@ -23,6 +24,9 @@ OPTIMIZER_STATE: dict[type[torch.optim.Optimizer], dict[str, int]] = {
     # RMSprop's momentum is of gradients already divided by their root mean square.
     torch.optim.RMSprop: {"square_avg": LIKE_SQUARE, "grad_avg": LIKE_GRADIENT, "momentum_buffer": LIKE_SIGN},
 }
+
+# The weights of a neuron's copies sum to 1 but for rounding.
+MAX_WEIGHT_ERROR = 1e-5
 
 
 def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -56,12 +60,13 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
         return
 
     modules = {name: model.get_submodule(name) for name in plan.graph.layers}
-    expansions = {
-        name: _Expansion.of(splits, plan.graph.units[name].width, eps, modules[name])
-        for name, splits in by_unit.items()
-    }
+    expansions = _Expansions(
+        (name, _Expansion.of(splits, plan.graph.units[name].width, modules[name])) for name, splits in by_unit.items()
+    )
     changes = [
-        change for name in plan.graph.layers for change in _layer_changes(plan.graph, name, modules[name], expansions)
+        change
+        for name in plan.graph.layers
+        for change in _layer_changes(plan.graph, name, modules[name], expansions, eps)
     ]
     carried = _carried_state(changes, optimizer, kinds)
 
@@ -74,33 +79,58 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
 
 
 @dataclass
+class _UnitSplits:
+    """The splits of a unit's neurons, in the order of the neurons, copy after copy."""
+
+    neurons: Tensor  # (splits,)
+    copies: Tensor  # (splits,)
+    weights: Tensor  # (all copies,), float64
+    offsets: Tensor  # (all copies, D)
+
+    @classmethod
+    def of(cls, splits: Sequence[NeuronSplit]) -> _UnitSplits:
+        splits = sorted(splits, key=lambda split: split.neuron)
+        neurons = torch.tensor([split.neuron for split in splits])
+        copies = torch.tensor([split.weights.shape[0] for split in splits])
+        with torch.no_grad():
+            # Splits may come in different precisions: in float64 all of them are what they were.
+            weights = torch.cat([split.weights for split in splits]).to("cpu", torch.float64)
+            return cls(neurons, copies, weights, torch.cat([split.offsets for split in splits]))
+
+    def is_valid(self) -> bool:
+        """Return whether all numbers are finite, and the weights of every neuron sum to 1."""
+        of_split = torch.arange(len(self.copies)).repeat_interleave(self.copies)
+        totals = torch.zeros(len(self.copies), dtype=torch.float64).index_add(0, of_split, self.weights)
+        # A finite sum proves that every entry is finite.
+        finite = bool(torch.isfinite(self.weights.sum() + self.offsets.sum()))
+        return finite and bool(((totals - 1).abs() <= MAX_WEIGHT_ERROR).all())
+
+
+@dataclass
 class _Expansion:
     """How the channels of a unit multiply: new channel n is a copy of channel index[n], read with weight[n]."""
 
     index: Tensor  # (M',)
     weight: Tensor  # (M',), float64
     share: Tensor  # (M',), float64: one over the number of copies of the channel
-    offsets: Tensor  # (R, D), eps * delta of all copies of split neurons
+    offsets: Tensor  # (R, D), delta of all copies of split neurons
     offset_rows: Tensor  # (M',), which row of offsets belongs to a channel; -1 for one that is not split
 
     @classmethod
-    def of(cls, splits: Sequence[NeuronSplit], width: int, eps: float, module: nn.Module) -> _Expansion:
+    def of(cls, splits: _UnitSplits, width: int, module: nn.Module) -> _Expansion:
         like = module.weight
         assert isinstance(like, Tensor)
-        splits = sorted(splits, key=lambda split: split.neuron)
-        neurons = torch.tensor([split.neuron for split in splits])
-        numbers = torch.tensor([split.copies for split in splits])
         copies = torch.ones(width, dtype=torch.int64)
-        copies[neurons] = numbers
+        copies[splits.neurons] = splits.copies
         index = torch.arange(width).repeat_interleave(copies)
         is_split = torch.zeros(width, dtype=torch.bool)
-        is_split[neurons] = True
+        is_split[splits.neurons] = True
         moved = is_split[index]
         weight = torch.ones(len(index), dtype=torch.float64)
-        weight[moved] = torch.cat([split.weights.detach() for split in splits]).to("cpu", torch.float64)
+        weight[moved] = splits.weights
         offset_rows = torch.where(moved, moved.cumsum(0) - 1, -1)
         # In the precision of the parameters: eps * delta is added to them and rounds to it anyway.
-        offsets = torch.cat([split.offsets.detach() for split in splits]).to(like.device, like.dtype) * eps
+        offsets = splits.offsets.to(like.device, like.dtype)
         return cls(index, weight, 1 / copies[index].double(), offsets, offset_rows)
 
 
@@ -123,39 +153,54 @@ class _Change:
             self.module._buffers[self.name] = self.new
 
 
-def _expand_layout(
-    layout: Layout, expansions: Mapping[str, _Expansion], multiplier: int = 1
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return for the entries of a layout: which old entry each new one copies, its weight, and its share."""
-    if not any(segment.source in expansions for segment in layout):
-        return None
-    index, weight, share, start = [], [], [], 0
-    for segment in layout:
-        repeat = segment.repeat * multiplier
-        expansion = expansions.get(segment.source or "")
-        channels = torch.arange(segment.channels) if expansion is None else expansion.index
-        ones = torch.ones(len(channels), dtype=torch.float64)
-        entries = start + channels[:, None] * repeat + torch.arange(repeat)
-        index.append(entries.flatten())
-        weight.append((ones if expansion is None else expansion.weight).repeat_interleave(repeat))
-        share.append((ones if expansion is None else expansion.share).repeat_interleave(repeat))
-        start += segment.channels * repeat
-    return torch.cat(index), torch.cat(weight), torch.cat(share)
+class _Expansions(dict[str, _Expansion]):
+    """The expansions of the units that are split, by name."""
+
+    def of_layout(self, layout: Layout, multiplier: int = 1) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return for the entries of a layout: which old entry each new one copies, its weight, and its share.
+
+        None where no entry is of a unit that is split.
+        """
+        if not any(segment.source in self for segment in layout):
+            return None
+        # Several layers have the same channels: a depthwise convolution, its BatchNorm, the consumer.
+        key = (tuple(layout), multiplier)
+        if key not in self._layouts:
+            self._layouts[key] = self._expand(layout, multiplier)
+        return self._layouts[key]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._layouts: dict[tuple[Layout, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _expand(self, layout: Layout, multiplier: int) -> tuple[Tensor, Tensor, Tensor]:
+        index, weight, share, start = [], [], [], 0
+        for segment in layout:
+            repeat = segment.repeat * multiplier
+            expansion = self.get(segment.source or "")
+            channels = torch.arange(segment.channels) if expansion is None else expansion.index
+            ones = torch.ones(len(channels), dtype=torch.float64)
+            entries = start + channels[:, None] * repeat + torch.arange(repeat)
+            index.append(entries.flatten())
+            weight.append((ones if expansion is None else expansion.weight).repeat_interleave(repeat))
+            share.append((ones if expansion is None else expansion.share).repeat_interleave(repeat))
+            start += segment.channels * repeat
+        return torch.cat(index), torch.cat(weight), torch.cat(share)
 
 
-def _layer_changes(graph: Graph, name: str, module: nn.Module, expansions: Mapping[str, _Expansion]) -> list[_Change]:
+def _layer_changes(graph: Graph, name: str, module: nn.Module, expansions: _Expansions, eps: float) -> list[_Change]:
     """Return every change that the expansions make to one layer."""
     layer = graph.layers[name]
     if layer.kind in ("depthwise", "batchnorm", "custom"):
         multiplier = module.out_channels // module.in_channels if isinstance(module, nn.Conv2d) else 1
-        expanded = _expand_layout(layer.inputs, expansions, multiplier)
+        expanded = expansions.of_layout(layer.inputs, multiplier)
         if expanded is None:
             return []
         index, weight, _ = expanded
         return [_channel_change(module, tensor, index, weight) for tensor in layers.per_channel_tensors(module)]
 
     own = expansions.get(name)
-    expanded = _expand_layout(layer.inputs, expansions)
+    expanded = expansions.of_layout(layer.inputs)
     if own is None and expanded is None:
         return []
     columns, column_weight, share = expanded if expanded is not None else (None, None, None)
@@ -171,15 +216,15 @@ def _layer_changes(graph: Graph, name: str, module: nn.Module, expansions: Mappi
                 _channel_change(module.norm, tensor, own.index, own.weight)
                 for tensor in layers.per_channel_tensors(module.norm)
             ]
-    changes.append(_weight_change(module, own, columns, column_weight))
+    changes.append(_weight_change(module, own, columns, column_weight, eps))
     if own is not None and layers.has_bias(module):
-        shift = (own.offsets[:, -1], own.offset_rows)
+        shift = (eps * own.offsets[:, -1], own.offset_rows)
         changes.append(_channel_change(module, "bias", own.index, own.weight, shift))
     return changes
 
 
 def _weight_change(
-    module: nn.Module, own: _Expansion | None, columns: Tensor | None, column_weight: Tensor | None
+    module: nn.Module, own: _Expansion | None, columns: Tensor | None, column_weight: Tensor | None, eps: float
 ) -> _Change:
     old = module.weight
     assert isinstance(old, nn.Parameter)
@@ -196,7 +241,7 @@ def _weight_change(
         shift = own.offsets[:, : old[0].numel()].reshape(-1, *old.shape[1:])
         shift_rows = like(own.offset_rows)
     with torch.no_grad():
-        new = grow_weight(old, rows, None, shift, shift_rows, new_columns, like(column_weight))
+        new = grow_weight(old, rows, None, shift, shift_rows, new_columns, like(column_weight), shift_scale=eps)
 
     def state(tensor: Tensor, scaling: int) -> Tensor:
         scale = None if own is None else like(_scaled(own.weight, scaling))
@@ -282,28 +327,62 @@ def _resize(module: nn.Module) -> None:
             setattr(module, name, len(getattr(module, custom.per_channel[0])))
 
 
-def _check_splits(plan: SplitPlan) -> dict[str, list[NeuronSplit]]:
-    seen = set()
+def _check_splits(plan: SplitPlan) -> dict[str, _UnitSplits]:
+    """Return the splits by unit; raise if one of them does not fit the graph."""
+    seen: set[tuple[str, int]] = set()
     for split in plan.splits:
+        # The usual case in one look: a plan may have thousands of splits.
         unit = plan.graph.units.get(split.unit)
-        if unit is None:
-            raise ValueError(f"plan: {split.unit!r} is not a unit; the units are {', '.join(plan.graph.units)}")
-        where = f"plan: neuron {split.neuron} of {split.unit!r}"
-        if not isinstance(split.neuron, int) or not 0 <= split.neuron < unit.width:
-            raise ValueError(f"{where} does not exist: indices go from 0 to {unit.width - 1}")
-        if (split.unit, split.neuron) in seen:
-            raise ValueError(f"{where} is split twice")
+        if unit is None or (split.unit, split.neuron) in seen or not _fits(split, unit):
+            _explain_misfit(split, plan.graph)
+            raise ValueError(f"{_where(split)} is split twice")
         seen.add((split.unit, split.neuron))
-        checks.is_tensor(f"{where}: weights", split.weights)
-        checks.is_tensor(f"{where}: offsets", split.offsets)
-        checks.has_shape(f"{where}: weights", split.weights, ("m",))
-        checks.has_shape(f"{where}: offsets", split.offsets, (len(split.weights), unit.fan_in))
-        checks.is_finite(f"{where}: weights", split.weights)
-        checks.is_finite(f"{where}: offsets", split.offsets)
+    by_unit = {name: _UnitSplits.of(splits) for name, splits in plan.by_unit().items()}
+    for name, splits in by_unit.items():
+        # All splits of a unit at once; one by one only to say which of them it is.
+        if not splits.is_valid():
+            _explain_invalid([split for split in plan.splits if split.unit == name])
+    return by_unit
+
+
+def _fits(split: NeuronSplit, unit: Unit) -> bool:
+    weights, offsets = split.weights, split.offsets
+    return (
+        isinstance(split.neuron, int)
+        and 0 <= split.neuron < unit.width
+        and isinstance(weights, Tensor)
+        and isinstance(offsets, Tensor)
+        and weights.dtype in checks.FLOAT_DTYPES
+        and offsets.dtype in checks.FLOAT_DTYPES
+        and weights.dim() == 1
+        and tuple(offsets.shape) == (weights.shape[0], unit.fan_in)
+    )
+
+
+def _explain_misfit(split: NeuronSplit, graph: Graph) -> None:
+    unit = graph.units.get(split.unit)
+    if unit is None:
+        raise ValueError(f"plan: {split.unit!r} is not a unit; the units are {', '.join(graph.units)}")
+    where = _where(split)
+    if not isinstance(split.neuron, int) or not 0 <= split.neuron < unit.width:
+        raise ValueError(f"{where} does not exist: indices go from 0 to {unit.width - 1}")
+    checks.is_tensor(f"{where}: weights", split.weights)
+    checks.is_tensor(f"{where}: offsets", split.offsets)
+    checks.has_shape(f"{where}: weights", split.weights, ("m",))
+    checks.has_shape(f"{where}: offsets", split.offsets, (split.weights.shape[0], unit.fan_in))
+
+
+def _where(split: NeuronSplit) -> str:
+    return f"plan: neuron {split.neuron} of {split.unit!r}"
+
+
+def _explain_invalid(splits: Sequence[NeuronSplit]) -> None:
+    for split in splits:
+        checks.is_finite(f"{_where(split)}: weights", split.weights)
+        checks.is_finite(f"{_where(split)}: offsets", split.offsets)
         total = float(split.weights.double().sum())
-        if len(split.weights) < 1 or abs(total - 1) > 1e-5:
-            raise ValueError(f"{where}: weights must sum to 1, got {total:.8g}")
-    return plan.by_unit()
+        if abs(total - 1) > MAX_WEIGHT_ERROR:
+            raise ValueError(f"{_where(split)}: weights must sum to 1, got {total:.8g}")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> Mapping[str, int]:

@@ -184,18 +184,19 @@ struct Entries {
     }
 
     // The entries [begin, end) of a grown row, one by one.
-    static S3D_INLINE void grow_entries(const T* row, T row_scale, const T* shift, const Columns<T>* columns,
-                                        const T* column_scale, int64_t begin, int64_t end, T* out) {
+    static S3D_INLINE void grow_entries(const T* row, T row_scale, const T* shift, T shift_scale,
+                                        const Columns<T>* columns, const T* column_scale, int64_t begin, int64_t end,
+                                        T* out) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t from = columns ? columns->index[i] : i;
             T value = row[from] * row_scale;
-            if (shift) value += shift[from];
+            if (shift) value += shift_scale * shift[from];
             out[i] = column_scale ? value * column_scale[i] : value;
         }
     }
 
     template <bool has_shift, bool has_columns, bool has_column_scale>
-    static S3D_INLINE void grow(const T* row, T row_scale, const T* shift, const Columns<T>* columns,
+    static S3D_INLINE void grow(const T* row, T row_scale, const T* shift, T shift_scale, const Columns<T>* columns,
                                 const T* column_scale, int64_t count, T* out) {
         constexpr int L = lanes<T>;
         int64_t i = 0;
@@ -208,39 +209,43 @@ struct Entries {
 #if S3D_CAN_PERMUTE
                 const int64_t first = columns->first[i / L];
                 if (first < 0) {
-                    grow_entries(row, row_scale, shift, columns, column_scale, i, i + L, out);
+                    grow_entries(row, row_scale, shift, shift_scale, columns, column_scale, i, i + L, out);
                     continue;
                 }
                 const auto place = load(columns->place + i);
                 value = __builtin_shuffle(load(row + first), place);
                 if constexpr (has_shift) moved = __builtin_shuffle(load(shift + first), place);
 #else
-                grow_entries(row, row_scale, shift, columns, column_scale, i, i + L, out);
+                grow_entries(row, row_scale, shift, shift_scale, columns, column_scale, i, i + L, out);
                 continue;
 #endif
             }
             value *= row_scale;
-            if constexpr (has_shift) value += moved;
+            if constexpr (has_shift) value += shift_scale * moved;
             if constexpr (has_column_scale) value *= load(column_scale + i);
             store<T>(out + i, value);
         }
-        grow_entries(row, row_scale, shift, columns, column_scale, i, count, out);
+        grow_entries(row, row_scale, shift, shift_scale, columns, column_scale, i, count, out);
     }
 
-    static void grow_row(const T* row, T row_scale, const T* shift, const Columns<T>* columns, const T* column_scale,
-                         int64_t count, T* out) {
+    static void grow_row(const T* row, T row_scale, const T* shift, T shift_scale, const Columns<T>* columns,
+                         const T* column_scale, int64_t count, T* out) {
         if (columns) {
             if (shift && column_scale)
-                return grow<true, true, true>(row, row_scale, shift, columns, column_scale, count, out);
-            if (shift) return grow<true, true, false>(row, row_scale, shift, columns, column_scale, count, out);
-            if (column_scale) return grow<false, true, true>(row, row_scale, shift, columns, column_scale, count, out);
-            return grow<false, true, false>(row, row_scale, shift, columns, column_scale, count, out);
+                return grow<true, true, true>(row, row_scale, shift, shift_scale, columns, column_scale, count, out);
+            if (shift)
+                return grow<true, true, false>(row, row_scale, shift, shift_scale, columns, column_scale, count, out);
+            if (column_scale)
+                return grow<false, true, true>(row, row_scale, shift, shift_scale, columns, column_scale, count, out);
+            return grow<false, true, false>(row, row_scale, shift, shift_scale, columns, column_scale, count, out);
         }
         if (shift && column_scale)
-            return grow<true, false, true>(row, row_scale, shift, columns, column_scale, count, out);
-        if (shift) return grow<true, false, false>(row, row_scale, shift, columns, column_scale, count, out);
-        if (column_scale) return grow<false, false, true>(row, row_scale, shift, columns, column_scale, count, out);
-        return grow<false, false, false>(row, row_scale, shift, columns, column_scale, count, out);
+            return grow<true, false, true>(row, row_scale, shift, shift_scale, columns, column_scale, count, out);
+        if (shift)
+            return grow<true, false, false>(row, row_scale, shift, shift_scale, columns, column_scale, count, out);
+        if (column_scale)
+            return grow<false, false, true>(row, row_scale, shift, shift_scale, columns, column_scale, count, out);
+        return grow<false, false, false>(row, row_scale, shift, shift_scale, columns, column_scale, count, out);
     }
 };
 
