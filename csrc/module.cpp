@@ -40,7 +40,7 @@ TORCH_LIBRARY(s3d_fast, m) {
         "float[] kink_at, float[] kink_jump, float sharpness) -> ()");
     m.def(
         "grow_weight(Tensor weight, Tensor rows, Tensor? row_scale, Tensor? shift, Tensor? shift_rows, Tensor? "
-        "columns, Tensor? column_scale, float shift_scale) -> Tensor");
+        "columns, Tensor? column_scale, float shift_scale=1.0) -> Tensor");
     m.def(
         "krylov_extend(Tensor(a!) basis, Tensor product, Tensor(b!) alpha, Tensor(c!) beta, Tensor(d!) length, "
         "Tensor(e!) scale, int step) -> ()");
