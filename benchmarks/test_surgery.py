@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import s3d_fast as s3d
 from benchmarks.compare import clone_bandwidth, compare, copy_bandwidth, without_extension
 from s3d_fast import ops, surgery
 from s3d_fast.models import MobileNetV1
+from s3d_fast.reference import Growth
 
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
 
@@ -90,18 +92,18 @@ def test_all_tensors(benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatc
     benchmark.group = "surgery"
     model, optimizer = trained()
     plan = random_plan(model, 0.35)
-    calls: list[tuple[tuple, dict]] = []
+    growths: list[Growth] = []
 
-    def record(*arguments: torch.Tensor, **options: float) -> torch.Tensor:
-        calls.append((arguments, options))
-        return ops.grow_weight(*arguments, **options)
+    def record(all_growths: Sequence[Growth]) -> list[torch.Tensor]:
+        growths.extend(all_growths)
+        return ops.grow_weights(all_growths)
 
-    monkeypatch.setattr(surgery, "grow_weight", record)
+    monkeypatch.setattr(surgery, "grow_weights", record)
     s3d.apply_splits(model, plan, 0.01, optimizer)
 
     def grow(backend: str) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [ops.grow_weight(*arguments, **options, backend=backend) for arguments, options in calls]
+            return ops.grow_weights(growths, backend=backend)
 
     after = grow("cpu")
     for expected, found in zip(grow("reference"), after, strict=True):
@@ -111,7 +113,7 @@ def test_all_tensors(benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatc
         lambda: grow("cpu"),
         {"reference": lambda: grow("reference")},
         limits=[copy_bandwidth(), clone_bandwidth(after)],
-        work=sum(tensor.nbytes for tensor in [*after, *[arguments[0] for arguments, _ in calls]]),
+        work=sum(tensor.nbytes for tensor in [*after, *[growth.weight for growth in growths]]),
         aims={"reference": 3.0, "copy": 0.5},
         rounds=9,
     )

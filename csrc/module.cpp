@@ -39,8 +39,8 @@ TORCH_LIBRARY(s3d_fast, m) {
         "curvature_coefficients_(Tensor(a!) g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, "
         "float[] kink_at, float[] kink_jump, float sharpness) -> ()");
     m.def(
-        "grow_weight(Tensor weight, Tensor rows, Tensor? row_scale, Tensor? shift, Tensor? shift_rows, Tensor? "
-        "columns, Tensor? column_scale, float shift_scale=1.0) -> Tensor");
+        "grow_weights(Tensor[] weight, Tensor[] rows, Tensor?[] row_scale, Tensor?[] shift, Tensor?[] shift_rows, "
+        "Tensor?[] columns, Tensor?[] column_scale, float[] shift_scale) -> Tensor[]");
     m.def(
         "krylov_extend(Tensor(a!) basis, Tensor product, Tensor(b!) alpha, Tensor(c!) beta, Tensor(d!) length, "
         "Tensor(e!) scale, int step) -> ()");
@@ -56,7 +56,7 @@ TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
     m.impl("add_splitting_matrices", s3d::add_splitting_matrices);
     m.impl("curvature_coefficients", s3d::curvature_coefficients);
     m.impl("curvature_coefficients_", s3d::curvature_coefficients_inplace);
-    m.impl("grow_weight", s3d::grow_weight);
+    m.impl("grow_weights", s3d::grow_weights);
     m.impl("krylov_extend", s3d::krylov_extend);
     m.impl("symmetric_extremes", s3d::symmetric_extremes);
     m.impl("tridiagonal_extremes", s3d::tridiagonal_extremes);
@@ -70,7 +70,7 @@ TORCH_LIBRARY_IMPL(s3d_fast, Meta, m) {
     m.impl("add_splitting_matrices", s3d::add_splitting_matrices_meta);
     m.impl("curvature_coefficients", s3d::curvature_coefficients_meta);
     m.impl("curvature_coefficients_", s3d::curvature_coefficients_inplace_meta);
-    m.impl("grow_weight", s3d::grow_weight_meta);
+    m.impl("grow_weights", s3d::grow_weights_meta);
     m.impl("krylov_extend", s3d::krylov_extend_meta);
     m.impl("symmetric_extremes", s3d::symmetric_extremes_meta);
     m.impl("tridiagonal_extremes", s3d::tridiagonal_extremes_meta);
@@ -85,7 +85,7 @@ TORCH_LIBRARY_IMPL(s3d_fast, Autograd, m) {
     m.impl("add_splitting_matrices", torch::autograd::autogradNotImplementedFallback());
     m.impl("curvature_coefficients", torch::autograd::autogradNotImplementedFallback());
     m.impl("curvature_coefficients_", torch::autograd::autogradNotImplementedFallback());
-    m.impl("grow_weight", torch::autograd::autogradNotImplementedFallback());
+    m.impl("grow_weights", torch::autograd::autogradNotImplementedFallback());
     m.impl("krylov_extend", torch::autograd::autogradNotImplementedFallback());
     m.impl("symmetric_extremes", torch::autograd::autogradNotImplementedFallback());
     m.impl("tridiagonal_extremes", torch::autograd::autogradNotImplementedFallback());

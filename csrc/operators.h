@@ -48,14 +48,17 @@ void curvature_coefficients_inplace_meta(at::Tensor& g, const at::Tensor& z, con
                                          at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
                                          double sharpness);
 
-at::Tensor grow_weight(const at::Tensor& weight, const at::Tensor& rows, const std::optional<at::Tensor>& row_scale,
-                       const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& shift_rows,
-                       const std::optional<at::Tensor>& columns, const std::optional<at::Tensor>& column_scale,
-                       double shift_scale);
-at::Tensor grow_weight_meta(const at::Tensor& weight, const at::Tensor& rows,
-                            const std::optional<at::Tensor>& row_scale, const std::optional<at::Tensor>& shift,
-                            const std::optional<at::Tensor>& shift_rows, const std::optional<at::Tensor>& columns,
-                            const std::optional<at::Tensor>& column_scale, double shift_scale);
+using OptionalTensors = c10::List<std::optional<at::Tensor>>;
+
+// One entry per tensor that grows: see reference.grow_weight.
+std::vector<at::Tensor> grow_weights(at::TensorList weight, at::TensorList rows, const OptionalTensors& row_scale,
+                                     const OptionalTensors& shift, const OptionalTensors& shift_rows,
+                                     const OptionalTensors& columns, const OptionalTensors& column_scale,
+                                     at::ArrayRef<double> shift_scale);
+std::vector<at::Tensor> grow_weights_meta(at::TensorList weight, at::TensorList rows, const OptionalTensors& row_scale,
+                                          const OptionalTensors& shift, const OptionalTensors& shift_rows,
+                                          const OptionalTensors& columns, const OptionalTensors& column_scale,
+                                          at::ArrayRef<double> shift_scale);
 
 // One Lanczos step of all filters: see reference.krylov_extend.
 void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from s3d_fast import checks, extension, reference
 from s3d_fast.activations import Activation
+from s3d_fast.reference import Growth
 
 Pair = tuple[int, int]
 
@@ -265,32 +266,27 @@ def curvature_coefficients(
     return g.copy_(C) if inplace else C
 
 
-def grow_weight(
-    weight: Tensor,  # (M, I, ...), or (M,)
-    rows: Tensor,  # (M',), int64
-    row_scale: Tensor | None = None,  # (M',)
-    shift: Tensor | None = None,  # (R, I, ...)
-    shift_rows: Tensor | None = None,  # (M',), int64
-    columns: Tensor | None = None,  # (I',), int64
-    column_scale: Tensor | None = None,  # (I',)
-    *,
-    shift_scale: float = 1.0,
-    backend: str = "auto",
-) -> Tensor:  # (M', I', ...)
-    """Return (row_scale * weight[rows] + shift_scale * shift[shift_rows])[:, columns] * column_scale.
+def grow_weights(growths: Sequence[Growth], *, backend: str = "auto") -> list[Tensor]:
+    """Return the weights of layers, and their optimizer state, after splits: `reference.grow_weight` for each.
 
-    That is a layer's weight after splits: rows copied and moved, then columns copied and weighted.
-
-    shift_rows is -1 for a row that nothing is added to; without it, row n of shift belongs to row n. Indices out of
-    range raise an IndexError or a RuntimeError, before anything is changed.
+    All of them are one call where the backend has one; indices out of range raise an IndexError or a RuntimeError.
     """
-    inputs = (weight, row_scale, shift, column_scale)
-    if weight.dtype in checks.COMPUTE_DTYPES and resolve_backend(backend, *inputs) == "cpu":
-        arguments = (weight, rows, row_scale, shift, shift_rows, columns, column_scale, shift_scale)
-        return torch.ops.s3d_fast.grow_weight(*arguments)
-    if backend == "cpu":
-        raise RuntimeError(f"backend 'cpu' cannot be used: it does not compute in {weight.dtype}")
-    return reference.grow_weight(weight, rows, row_scale, shift, shift_rows, columns, column_scale, shift_scale)
+    on_cpu = [_grows_on_cpu(growth, backend) for growth in growths]
+    fast = [growth for growth, is_fast in zip(growths, on_cpu, strict=True) if is_fast]
+    grown = iter(torch.ops.s3d_fast.grow_weights(*map(list, zip(*fast, strict=True))) if fast else [])
+    return [
+        next(grown) if is_fast else reference.grow_weight(*growth)
+        for growth, is_fast in zip(growths, on_cpu, strict=True)
+    ]
+
+
+def _grows_on_cpu(growth: Growth, backend: str) -> bool:
+    tensors = (growth.weight, growth.row_scale, growth.shift, growth.column_scale)
+    if growth.weight.dtype not in checks.COMPUTE_DTYPES and backend != "reference":
+        if backend == "cpu":
+            raise RuntimeError(f"backend 'cpu' cannot be used: it does not compute in {growth.weight.dtype}")
+        return False
+    return resolve_backend(backend, *tensors) == "cpu"
 
 
 def krylov_extend(

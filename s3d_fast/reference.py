@@ -7,6 +7,7 @@ leading dimensions of V (written `...`) hold several vectors per filter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +145,19 @@ def curvature_coefficients(
 def with_ones(X: Tensor) -> Tensor:
     """Return [X, 1]: the rows that a filter with a bias sees."""
     return torch.cat([X, X.new_ones(*X.shape[:-1], 1)], -1)
+
+
+class Growth(NamedTuple):
+    """The arguments of `grow_weight`: how one tensor grows."""
+
+    weight: Tensor
+    rows: Tensor
+    row_scale: Tensor | None = None
+    shift: Tensor | None = None
+    shift_rows: Tensor | None = None
+    columns: Tensor | None = None
+    column_scale: Tensor | None = None
+    shift_scale: float = 1.0
 
 
 def grow_weight(

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from s3d_fast import checks, layers
 from s3d_fast.edgeconv import EdgeConv
 from s3d_fast.graph import Graph, Layout, Unit
-from s3d_fast.ops import grow_weight
+from s3d_fast.ops import grow_weights
 from s3d_fast.plan import NeuronSplit, SplitPlan
+from s3d_fast.reference import Growth
 
 # How the entries of an optimizer's state scale when a gradient is scaled by w: like w, like w^2, or like its sign.
 LIKE_GRADIENT, LIKE_SQUARE, LIKE_SIGN = 1, 2, 0
@@ -68,12 +69,19 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
         for name in plan.graph.layers
         for change in _layer_changes(plan.graph, name, modules[name], expansions, eps)
     ]
-    carried = _carried_state(changes, optimizer, kinds)
+    states = _state_growths(changes, optimizer, kinds)
+    places = [(entries, key) for entries in states for key, value in entries.items() if isinstance(value, Growth)]
+    growths = [change.growth for change in changes]
+    growths += [value for entries in states for value in entries.values() if isinstance(value, Growth)]
+    with torch.no_grad():
+        grown = grow_weights(growths)
 
-    for change in changes:
-        change.commit()
+    for change, new in zip(changes, grown[: len(changes)], strict=True):
+        change.commit(new)
+    for (entries, key), new in zip(places, grown[len(changes) :], strict=True):
+        entries[key] = new
     if optimizer is not None:
-        _commit_state(optimizer, changes, carried)
+        _commit_state(optimizer, changes, states)
     for module in {id(change.module): change.module for change in changes}.values():
         _resize(module)
 
@@ -141,16 +149,16 @@ class _Change:
     module: nn.Module
     name: str
     old: Tensor
-    new: Tensor
-    state: Callable[[Tensor, int], Tensor]  # (state of the old shape, how it scales) -> state of the new shape
+    growth: Growth
+    state: Callable[[Tensor, int], Growth]  # (entry of optimizer state, how it scales) -> how it grows
     parameter: nn.Parameter | None = None
 
-    def commit(self) -> None:
+    def commit(self, new: Tensor) -> None:
         if isinstance(self.old, nn.Parameter):
-            self.parameter = nn.Parameter(self.new, requires_grad=self.old.requires_grad)
+            self.parameter = nn.Parameter(new, requires_grad=self.old.requires_grad)
             self.module._parameters[self.name] = self.parameter
         else:
-            self.module._buffers[self.name] = self.new
+            self.module._buffers[self.name] = new
 
 
 class _Expansions(dict[str, _Expansion]):
@@ -240,14 +248,13 @@ def _weight_change(
         # Without its last entry, where that belongs to the bias.
         shift = own.offsets[:, : old[0].numel()].reshape(-1, *old.shape[1:])
         shift_rows = like(own.offset_rows)
-    with torch.no_grad():
-        new = grow_weight(old, rows, None, shift, shift_rows, new_columns, like(column_weight), shift_scale=eps)
+    growth = Growth(old, rows, None, shift, shift_rows, new_columns, like(column_weight), eps)
 
-    def state(tensor: Tensor, scaling: int) -> Tensor:
+    def state(tensor: Tensor, scaling: int) -> Growth:
         scale = None if own is None else like(_scaled(own.weight, scaling))
-        return grow_weight(tensor, rows, scale, columns=new_columns)
+        return Growth(tensor, rows, scale, columns=new_columns)
 
-    return _Change(module, "weight", old, new, state)
+    return _Change(module, "weight", old, growth, state)
 
 
 def _channel_change(
@@ -256,30 +263,29 @@ def _channel_change(
     old = getattr(module, name)
     rows = index.to(old.device)
     moved = (None, None) if shift is None else (shift[0].to(old), shift[1].to(old.device))
-    with torch.no_grad():
-        new = grow_weight(old, rows, None, *moved)
 
-    def state(tensor: Tensor, scaling: int) -> Tensor:
-        return grow_weight(tensor, rows, _scaled(weight, scaling).to(tensor))
+    def state(tensor: Tensor, scaling: int) -> Growth:
+        return Growth(tensor, rows, _scaled(weight, scaling).to(tensor))
 
-    return _Change(module, name, old, new, state)
+    return _Change(module, name, old, Growth(old, rows, None, *moved), state)
 
 
 def _metric_change(module: EdgeConv, columns: Tensor, share: Tensor) -> _Change:
     old = module.metric
-    new = grow_weight(old, columns.to(old.device), share.to(old))
-    return _Change(module, "metric", old, new, lambda tensor, scaling: tensor)
+    rows = columns.to(old.device)
+    # A buffer: no optimizer has state for it.
+    return _Change(module, "metric", old, Growth(old, rows, share.to(old)), lambda tensor, _: Growth(tensor, rows))
 
 
 def _scaled(weight: Tensor, scaling: int) -> Tensor:
     return weight.sign() if scaling == LIKE_SIGN else weight**scaling
 
 
-def _carried_state(
+def _state_growths(
     changes: Sequence[_Change], optimizer: torch.optim.Optimizer | None, kinds: Mapping[str, int]
 ) -> list[dict[str, object]]:
-    """Return the optimizer's state of every changed tensor, made to fit its successor."""
-    carried: list[dict[str, object]] = []
+    """Return the optimizer's state of every changed tensor, with a Growth in the place of what must grow."""
+    states: list[dict[str, object]] = []
     for change in changes:
         state = optimizer.state.get(change.old, {}) if optimizer is not None else {}
         entries: dict[str, object] = {}
@@ -289,17 +295,17 @@ def _carried_state(
                     raise ValueError(f"optimizer: its state {key!r} is not one that splits know how to carry along")
                 value = change.state(value, kinds[key])
             entries[key] = value
-        carried.append(entries)
-    return carried
+        states.append(entries)
+    return states
 
 
 def _commit_state(
-    optimizer: torch.optim.Optimizer, changes: Sequence[_Change], carried: Sequence[dict[str, object]]
+    optimizer: torch.optim.Optimizer, changes: Sequence[_Change], states: Sequence[dict[str, object]]
 ) -> None:
     successor = {id(change.old): change.parameter for change in changes if change.parameter is not None}
     for group in optimizer.param_groups:
         group["params"] = [successor.get(id(parameter), parameter) for parameter in group["params"]]
-    for change, entries in zip(changes, carried, strict=True):
+    for change, entries in zip(changes, states, strict=True):
         if change.parameter is not None and change.old in optimizer.state:
             del optimizer.state[change.old]
             optimizer.state[change.parameter] = entries

@@ -97,14 +97,15 @@ def good_calls() -> dict[str, tuple]:
             random_tensor(3),
             *settings,
         ),
-        "grow_weight": (
-            random_tensor(3, 4),
-            index([0, 2, 2]),
-            random_tensor(3),
-            random_tensor(1, 4),
-            index([-1, 0, 0]),
-            index([1, 0]),
-            random_tensor(2),
+        "grow_weights": (
+            [random_tensor(3, 4), random_tensor(2)],
+            [index([0, 2, 2]), index([1, 0])],
+            [random_tensor(3), None],
+            [random_tensor(1, 4), None],
+            [index([-1, 0, 0]), None],
+            [index([1, 0]), None],
+            [random_tensor(2), None],
+            [0.5, 1.0],
         ),
         "krylov_extend": (
             torch.eye(3, dtype=torch.float64)[None].expand(2, 3, 3).contiguous(),
@@ -118,6 +119,11 @@ def good_calls() -> dict[str, tuple]:
         "symmetric_extremes": (torch.eye(3, dtype=torch.float64).expand(2, 3, 3).contiguous(),),
         "tridiagonal_extremes": (random_tensor(2, 3), random_tensor(2, 3, seed=1), index([3, 2])),
     }
+
+
+def grow(*arguments: Tensor | None, shift_scale: float = 1.0) -> Tensor:
+    """Return what the operator makes of one tensor, of the seven tensors that describe it."""
+    return torch.ops.s3d_fast.grow_weights(*[[argument] for argument in arguments], [shift_scale])[0]
 
 
 def tensors_of(arguments: tuple) -> list[Tensor]:

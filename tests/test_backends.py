@@ -23,6 +23,7 @@ from s3d_fast import (
     extremal_eigenpairs,
     ops,
 )
+from s3d_fast.reference import Growth
 from s3d_fast.solvers.auto import prefers_exact
 from tests.cases import CONVS, EDGES, EdgeCase, RowsCase, random_vectors, relative_error
 from tests.extension_cases import good_calls
@@ -51,9 +52,9 @@ CALLS: dict[str, tuple[tuple[Tensor, ...], Callable[..., Tensor]]] = {
         (X, X.sin(), X[0]),
         lambda g, z, s, backend: ops.curvature_coefficients(g, z, activation("silu"), s, backend=backend),
     ),
-    "grow_weight": (
+    "grow_weights": (
         (V, V[:3, 0], V[:3]),
-        lambda w, s, d, backend: ops.grow_weight(w, ROWS_INDEX, s, d, backend=backend),
+        lambda w, s, d, backend: ops.grow_weights([Growth(w, ROWS_INDEX, s, d)] * 2, backend=backend)[1],
     ),
     "symmetric_extremes": (
         (X.T @ X * torch.ones(2, 1, 1),),
@@ -204,7 +205,7 @@ assert s3d.extension.module is None
 X, C, V = torch.rand(6, 4), torch.rand(6, 3), torch.rand(3, 4)
 assert torch.equal(ops.splitting_matvec(X, C, V), reference.splitting_matvec(X, C, V))
 assert s3d.extremal_eigenpairs((X, C), solver="auto").converged.all()
-weight = ops.grow_weight(V, torch.tensor([0, 0, 1, 2]))
+(weight,) = ops.grow_weights([reference.Growth(V, torch.tensor([0, 0, 1, 2]))])
 assert weight.shape == (4, 4)
 try:
     ops.splitting_matvec(X, C, V, backend="cpu")

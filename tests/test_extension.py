@@ -18,6 +18,7 @@ from tests.extension_cases import (
     DTYPES,
     VectorsCase,
     doubles,
+    grow,
     krylov_state,
     laid_out,
     random_tensor,
@@ -234,7 +235,7 @@ def test_grown_weights_agree_with_the_reference(
         choices += [torch.tensor(choose(shape[1]), dtype=torch.int64) for choose in COLUMNS.values()]
     elif "columns" in scaled:
         with pytest.raises(ValueError, match="weight must have columns"):
-            kernels.grow_weight(weight, rows, row_scale, shift, shift_rows, None, random_tensor(5, dtype=dtype))
+            grow(weight, rows, row_scale, shift, shift_rows, None, random_tensor(5, dtype=dtype))
         return
     for columns in choices:
         column_scale = None
@@ -242,9 +243,11 @@ def test_grown_weights_agree_with_the_reference(
             column_scale = random_tensor(shape[1] if columns is None else len(columns), dtype=dtype, seed=3)
         arguments = (weight, rows, row_scale, shift, shift_rows, columns, column_scale)
         wide = [value.double() if value is not None and value.is_floating_point() else value for value in arguments]
-        grown = kernels.grow_weight(*arguments)
+        grown = grow(*arguments, shift_scale=0.3)
         assert grown.dtype == dtype
-        assert relative_error(grown, reference.grow_weight(*wide)) < (1e-15 if dtype == torch.float64 else 1e-6)
+        assert relative_error(grown, reference.grow_weight(*wide, shift_scale=0.3)) < (
+            1e-15 if dtype == torch.float64 else 1e-6
+        )
 
 
 @every_dtype

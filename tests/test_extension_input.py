@@ -157,14 +157,15 @@ SHAPES: list[tuple[str, int, Change]] = [
         ]
     ),
     ("curvature_coefficients_", 0, apart),
-    ("grow_weight", 0, flatter),
-    ("grow_weight", 0, deeper),
-    ("grow_weight", 0, lambda weight: weight.sum()),
-    *(("grow_weight", position, deeper) for position in (1, 2, 3, 4, 5, 6)),
-    *(("grow_weight", position, shorter) for position in (2, 4, 6)),
-    ("grow_weight", 3, narrower),
-    ("grow_weight", 3, to(None)),
-    ("grow_weight", 4, to(None)),
+    ("grow_weights", 0, first(flatter)),
+    ("grow_weights", 0, first(deeper)),
+    ("grow_weights", 0, first(lambda weight: weight.sum())),
+    *(("grow_weights", position, first(deeper)) for position in (1, 2, 3, 4, 5, 6)),
+    *(("grow_weights", position, first(shorter)) for position in (2, 4, 6)),
+    ("grow_weights", 3, first(narrower)),
+    ("grow_weights", 3, first(to(None))),
+    ("grow_weights", 4, first(to(None))),
+    *(("grow_weights", position, shorter) for position in range(8)),
     *(("krylov_extend", position, shorter) for position in range(6)),
     ("krylov_extend", 0, narrower),
     ("krylov_extend", 0, flatter),
@@ -192,7 +193,6 @@ DTYPES: list[tuple[str, int, Change]] = [
             "add_splitting_matrices": (0, 1, 2),
             "curvature_coefficients": (0, 1, 2),
             "curvature_coefficients_": (0, 1, 2),
-            "grow_weight": (0, 2, 3, 6),
             "krylov_extend": (0, 1, 2, 3, 5),
             "tridiagonal_extremes": (0, 1),
         }.items()
@@ -200,14 +200,17 @@ DTYPES: list[tuple[str, int, Change]] = [
         for change in (Tensor.float, Tensor.half, whole, Tensor.cfloat)
     ),
     *(("splitting_matvec_grouped", position, first(Tensor.float)) for position in (0, 1, 2)),
+    *(
+        ("grow_weights", position, first(change))
+        for position in (0, 2, 3, 6)
+        for change in (Tensor.float, Tensor.half, whole, Tensor.cfloat)
+    ),
+    *(("grow_weights", position, first(change)) for position in (1, 4, 5) for change in (Tensor.int, Tensor.double)),
     *(("symmetric_extremes", 0, change) for change in (Tensor.half, whole, Tensor.cfloat)),
     *(
         (name, position, change)
         for name, position in [
             ("edgeconv_matvec", 1),
-            ("grow_weight", 1),
-            ("grow_weight", 4),
-            ("grow_weight", 5),
             ("krylov_extend", 4),
             ("tridiagonal_extremes", 2),
         ]
@@ -217,9 +220,9 @@ DTYPES: list[tuple[str, int, Change]] = [
 
 RANGES: list[tuple[str, int, Change]] = [
     *(("edgeconv_matvec", 1, but_for(value, at)) for value in (5, -1, 2**40, -(2**63)) for at in (0, -1)),
-    *(("grow_weight", 1, but_for(value)) for value in (3, -1, 2**62)),
-    *(("grow_weight", 4, but_for(value)) for value in (1, -2, -(2**62))),
-    *(("grow_weight", 5, but_for(value)) for value in (4, -1, 2**62)),
+    *(("grow_weights", 1, first(but_for(value))) for value in (3, -1, 2**62)),
+    *(("grow_weights", 4, first(but_for(value))) for value in (1, -2, -(2**62))),
+    *(("grow_weights", 5, first(but_for(value))) for value in (4, -1, 2**62)),
     *(("tridiagonal_extremes", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
 ]
 

@@ -21,6 +21,7 @@ from tests.extension_cases import (
     doubles,
     embedded,
     good_calls,
+    grow,
     krylov_state,
     laid_out,
     random_tensor,
@@ -99,7 +100,7 @@ def test_weights_of_any_shape_and_layout_agree_with_the_reference(
     )
     laid = [None if value is None else laid_out(value, layout) for value, layout in zip(arguments, chosen, strict=True)]
     wide = [value.double() if value is not None and value.is_floating_point() else value for value in laid]
-    error = relative_error(kernels.grow_weight(*laid), reference.grow_weight(*wide))
+    error = relative_error(grow(*laid), reference.grow_weight(*wide))
     assert error < (1e-15 if dtype == torch.float64 else 1e-6)
 
 
@@ -221,7 +222,16 @@ def larger_calls() -> dict[str, tuple]:
         "edgeconv_matvec": (points, neighbours.gather(2, slot), points_C, random_vectors(40, 34, dtype=X.dtype), False),
         "splitting_matrices": (X, C, True),
         "curvature_coefficients": (g, z, C[0], 1, 1, 0.0, 0.0, [], [], 3.0),
-        "grow_weight": (random_tensor(300, 70), index, random_tensor(900), None, None, torch.arange(70) % 9, None),
+        "grow_weights": (
+            [random_tensor(300, 70), random_tensor(300)],
+            [index, index],
+            [random_tensor(900), None],
+            [None, None],
+            [None, None],
+            [torch.arange(70) % 9, None],
+            [None, None],
+            [1.0, 1.0],
+        ),
         "symmetric_extremes": (S,),
         "tridiagonal_extremes": (random_tensor(50, 30), random_tensor(50, 30, seed=1), torch.full((50,), 30)),
     }
