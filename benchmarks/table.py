@@ -15,6 +15,24 @@ speed, measured in the same rounds. The aim, where there is one, stands in brack
 peak beyond its inputs and its result, in a process of its own.
 """
 
+NOTES = """
+## What bounds them
+
+- **S v, grouped S v**: the multipliers, for 64 filters and more. With fewer, reading X and C: each entry is used only once for
+  every filter of the other. The rest of what is missing to sgemm goes into the ragged ends of tiles and into packing.
+- **16-bit storage**: widening every entry of X and C costs as much as it saves in reading, while X and C fit into the
+  cache; its use is half the memory.
+- **EdgeConv**: gathering from and scattering to the winners, entry by entry; with 3 features there is little else.
+- **dense S**: forming the products of pairs, which few filters share when there are few filters.
+- **eigen phase**: capture is about two thirds of it: the forward and backward pass themselves, and laying out what they
+  leave as rows, in newly allocated memory.
+- **surgery**: allocating the new weights, which the operating system fills with zeros first (clone does the same);
+  `apply_splits` as a whole, checking and sorting thousands of splits in Python.
+
+Ratios against plain PyTorch vary more between runs than those against a limit: it allocates its intermediate results,
+and what that costs depends on what ran before.
+"""
+
 
 def table(results: dict[str, Any]) -> str:
     """Return the markdown of the whole document."""
@@ -32,7 +50,7 @@ def table(results: dict[str, Any]) -> str:
         lines.append("| case | " + " | ".join(names) + (" | memory | reference's memory |" if with_memory else " |"))
         lines.append("|---" * (1 + len(names) + 2 * with_memory) + "|")
         lines += [_row(member, names, with_memory) for member in members]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + NOTES
 
 
 def _row(benchmark: dict[str, Any], names: list[str], with_memory: bool) -> str:
