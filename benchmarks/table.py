@@ -18,14 +18,14 @@ peak beyond its inputs and its result, in a process of its own.
 NOTES = """
 ## What bounds them
 
-- **S v, grouped S v**: the multipliers, for 64 filters and more. With fewer, reading X and C: each entry is used only once for
-  every filter of the other. The rest of what is missing to sgemm goes into the ragged ends of tiles and into packing.
-- **16-bit storage**: widening every entry of X and C costs as much as it saves in reading, while X and C fit into the
-  cache; its use is half the memory.
+- **S v, grouped S v**: the multipliers, from 64 filters on; with fewer, reading X and C, whose entries are then used
+  too few times to hide it.
+- **16-bit storage**: widening every entry of X and C costs more time than reading fewer bytes saves at these sizes; its
+  use is half the memory.
 - **EdgeConv**: gathering from and scattering to the winners, entry by entry; with 3 features there is little else.
 - **dense S**: forming the products of pairs, which few filters share when there are few filters.
-- **eigen phase**: capture is about two thirds of it: the forward and backward pass themselves, and laying out what they
-  leave as rows, in newly allocated memory.
+- **eigen phase**: capture is the larger part: the forward and backward pass themselves, and laying out what they leave
+  as rows, in newly allocated memory.
 - **surgery**: allocating the new weights, which the operating system fills with zeros first (clone does the same);
   `apply_splits` as a whole, checking and sorting thousands of splits in Python.
 
