@@ -6,7 +6,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.compare import error
+from benchmarks.compare import compare, error
 from s3d_fast.operators import PointwiseOperator
 from s3d_fast.solvers import Spectrum, extremal_eigenpairs
 
@@ -26,11 +26,35 @@ def truth(layer: PointwiseOperator) -> Spectrum:
 
 
 def test_lanczos(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: Spectrum) -> None:
-    found = benchmark.pedantic(extremal_eigenpairs, (layer,), {"tol": 1e-2}, rounds=3, warmup_rounds=1)
+    benchmark.group = "solvers"
+    found = extremal_eigenpairs(layer, tol=1e-2, backend="cpu")
     worst = float(error(found, truth).max())
     print(f"\nlanczos: error {worst:.1e} of the spectral radius after {int(found.matvecs.max())} products")
     assert worst <= ERROR
     assert int(found.matvecs.max()) <= 50
+    compare(
+        benchmark,
+        lambda: extremal_eigenpairs(layer, tol=1e-2, backend="cpu"),
+        {"reference": lambda: extremal_eigenpairs(layer, tol=1e-2, backend="reference")},
+        rounds=5,
+    )
+
+
+def test_exact(benchmark: BenchmarkFixture) -> None:
+    benchmark.group = "solvers"
+    generator = torch.Generator().manual_seed(1)
+    layer = PointwiseOperator(torch.randn(16384, 32, generator=generator), torch.randn(16384, 32, generator=generator))
+    found, truth = (extremal_eigenpairs(layer, "exact", backend=backend) for backend in ("cpu", "reference"))
+    assert float(error(found, truth).max()) <= ERROR
+    compare(
+        benchmark,
+        lambda: extremal_eigenpairs(layer, "exact", backend="cpu"),
+        {
+            "reference": lambda: extremal_eigenpairs(layer, "exact", backend="reference"),
+            "lanczos": lambda: extremal_eigenpairs(layer, "lanczos", tol=1e-2, backend="cpu"),
+        },
+        rounds=9,
+    )
 
 
 def test_rayleigh(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: Spectrum) -> None:
