@@ -27,7 +27,7 @@ def extension() -> dict[str, Any]:
             "ninja, then: pip install --no-build-isolation ."
         )
         return {}
-    # -g0: Python's own flags ask for debug information, which would be nine tenths of the file.
+    # -g0: Python's own flags ask for debug information, which would be most of the file.
     flags = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
     if os.environ.get("S3D_FAST_SANITIZE"):
         # For `make asan`.
