@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast import checks, ops
+from s3d_fast.incoming import Incoming, incoming_edges
 
 
 class SplittingOperator(ABC):
@@ -129,14 +130,35 @@ class EdgeConvOperator(SplittingOperator):
         ops.check_edgeconv(X, winner, C, check_finite)
         self._describe(X, C, C.shape[2], 2 * X.shape[2] + bias)
         self.X, self.winner, self.C, self.bias = X, winner, C, bias
+        self._incoming: Incoming | None = None
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
-        return ops.edgeconv_matvec(self.X, self.winner, self.C, V, bias=self.bias, backend=backend, check_finite=False)
+        if self._incoming is None and ops.resolve_backend(backend, self.X, V) == "triton":
+            # Sorted once: the winners stay the same from product to product.
+            self._incoming = incoming_edges(self.winner)
+        return ops.edgeconv_matvec(
+            self.X,
+            self.winner,
+            self.C,
+            V,
+            bias=self.bias,
+            backend=backend,
+            check_finite=False,
+            incoming=self._incoming,
+        )
 
     def restrict(self, filters: Tensor) -> EdgeConvOperator:
-        return EdgeConvOperator(
+        rest = EdgeConvOperator(
             self.X, self.winner[..., filters], self.C[..., filters], bias=self.bias, check_finite=False
         )
+        if self._incoming is not None:
+            rest._incoming = self._incoming.restrict(filters)
+        return rest
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the operator holds on to."""
+        return super().nbytes + sum(tensor.nbytes for tensor in self._incoming or ())
 
 
 class SumOperator(SplittingOperator):

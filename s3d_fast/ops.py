@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from s3d_fast import checks, extension, reference
+from s3d_fast import checks, extension, reference, triton_kernels
 from s3d_fast.activations import Activation
+from s3d_fast.incoming import Incoming, incoming_edges
 from s3d_fast.reference import Growth
 
 Pair = tuple[int, int]
@@ -28,16 +29,17 @@ def resolve_backend(backend: str, *tensors: Tensor | None) -> str:
             silent fallback.
     """
     checks.is_choice("backend", backend, BACKENDS)
-    if backend == "triton":
-        raise RuntimeError("backend 'triton' is not part of this version of s3d_fast; use backend='auto'")
     if backend == "reference":
         return "reference"
-    why_not = _why_not_cpu([tensor for tensor in tensors if tensor is not None])
-    if not why_not:
-        return "cpu"
-    if backend == "cpu":
-        raise RuntimeError(f"backend 'cpu' cannot be used: {why_not}")
-    return "reference"
+    given = [tensor for tensor in tensors if tensor is not None]
+    if backend != "auto":
+        why_not = _WHY_NOT[backend](given)
+        if why_not:
+            raise RuntimeError(f"backend {backend!r} cannot be used: {why_not}")
+        return backend
+    # The interpreter is for tests: what runs on a CPU goes to the C++ extension whether or not it is on.
+    fastest = "triton" if any(tensor.is_cuda for tensor in given) else "cpu"
+    return "reference" if _WHY_NOT[fastest](given) else fastest
 
 
 def _why_not_cpu(tensors: Sequence[Tensor]) -> str:
@@ -46,9 +48,20 @@ def _why_not_cpu(tensors: Sequence[Tensor]) -> str:
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"a tensor is on {tensor.device}"
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return "its operations cannot be differentiated, and a tensor requires a gradient; use backend='reference'"
+    return _why_not_differentiable(tensors)
+
+
+def _why_not_triton(tensors: Sequence[Tensor]) -> str:
+    return triton_kernels.why_not(tensors) or _why_not_differentiable(tensors)
+
+
+def _why_not_differentiable(tensors: Sequence[Tensor]) -> str:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "its operations cannot be differentiated, and a tensor requires a gradient; use backend='reference'"
     return ""
+
+
+_WHY_NOT = {"cpu": _why_not_cpu, "triton": _why_not_triton}
 
 
 def splitting_matvec(
@@ -78,8 +91,11 @@ def splitting_matvec(
     """
     check_rows(X, C, check_finite)
     _check_vectors(V, C.shape[1], X.shape[1] + bias, X)
-    if resolve_backend(backend, X, C, V) == "cpu":
+    chosen = resolve_backend(backend, X, C, V)
+    if chosen == "cpu":
         return torch.ops.s3d_fast.splitting_matvec(X, C, V, bias)
+    if chosen == "triton":
+        return triton_kernels.kernels().splitting_matvec(X, C, V, bias)
     return reference.splitting_matvec(X, C, V, bias)
 
 
@@ -94,7 +110,8 @@ def splitting_matvec_grouped(
 ) -> list[Tensor]:  # each like its V
     """Return S_j v_j for all filters of a list of layers, of any sizes, in one call.
 
-    The same as a loop of `splitting_matvec`, but the work of all layers is shared out over the threads at once.
+    The same as a loop of `splitting_matvec`, but the work of all layers is shared out over the threads at once, or is
+    one launch on a GPU.
 
     Args:
         X, C, V: one entry per layer, as for `splitting_matvec`; all on one device.
@@ -111,8 +128,11 @@ def splitting_matvec_grouped(
     for x, c, v, has_bias in zip(X, C, V, bias, strict=True):
         check_rows(x, c, check_finite)
         _check_vectors(v, c.shape[1], x.shape[1] + has_bias, x)
-    if resolve_backend(backend, *X, *C, *V) == "cpu" and len(X):
+    chosen = resolve_backend(backend, *X, *C, *V)
+    if chosen == "cpu" and len(X):
         return torch.ops.s3d_fast.splitting_matvec_grouped(X, C, V, bias)
+    if chosen == "triton":
+        return triton_kernels.kernels().splitting_matvec_grouped(X, C, V, bias)
     return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
 
 
@@ -125,6 +145,8 @@ def splitting_matrices(
     check_finite: bool = True,
 ) -> Tensor:  # (M, D, D), or (M, D + 1, D + 1) with bias
     """Return the dense splitting matrices S_j = X^T diag(C[:, j]) X, for small D.
+
+    On a GPU these are PyTorch's own matrix products.
 
     Raises: as `splitting_matvec`.
     """
@@ -194,6 +216,7 @@ def edgeconv_matvec(
     bias: bool = False,
     backend: str = "auto",
     check_finite: bool = True,
+    incoming: Incoming | None = None,
 ) -> Tensor:  # like V
     """Return S_j v_j for every EdgeConv filter; no tensor over edges is formed.
 
@@ -203,13 +226,19 @@ def edgeconv_matvec(
         C: the curvature coefficients of the winning edges.
         V, bias, backend: as for `splitting_matvec`.
         check_finite: look for NaN and Inf in X and C, and for indices out of range in winner.
+        incoming: `incoming_edges(winner)`, for many products with one layer. The Triton kernels work with it, and make
+            it at every call where it is not given.
 
     Raises: as `splitting_matvec`.
     """
     check_edgeconv(X, winner, C, check_finite)
     _check_vectors(V, C.shape[2], 2 * X.shape[2] + bias, X)
-    if resolve_backend(backend, X, C, V) == "cpu":
+    chosen = resolve_backend(backend, X, C, V)
+    if chosen == "cpu":
         return torch.ops.s3d_fast.edgeconv_matvec(X, winner, C, V, bias)
+    if chosen == "triton":
+        incoming = incoming_edges(winner) if incoming is None else incoming
+        return triton_kernels.kernels().edgeconv_matvec(X, incoming, C, V, bias)
     return reference.edgeconv_matvec(X, winner, C, V, bias)
 
 
@@ -248,22 +277,35 @@ def curvature_coefficients(
         checks.is_tensor("scale", scale)
         checks.has_shape("scale", scale, (g.shape[axis],))
         checks.agrees("scale", scale, "g", g)
-    formula, dtype_fits = activation.formula, g.dtype in checks.COMPUTE_DTYPES
-    if backend == "cpu" and (formula is None or not dtype_fits):
-        why = f"it has no formula for {activation.name!r}" if formula is None else f"it does not compute in {g.dtype}"
-        raise RuntimeError(f"backend 'cpu' cannot be used: {why}; use backend='reference'")
-    if formula is not None and dtype_fits and resolve_backend(backend, g, z, scale) == "cpu":
+    chosen = _backend_for_curvature(backend, activation, g, z, scale)
+    if chosen == "triton":
+        return triton_kernels.kernels().curvature_coefficients(g, z, activation, scale, axis, inplace)
+    if chosen == "cpu":
+        assert activation.formula is not None
         at, jump = [kink.at for kink in activation.kinks], [kink.jump for kink in activation.kinks]
-        kind = _CURVATURES.index(formula.name)
-        settings = (scale, axis, kind, formula.a, formula.b, at, jump, activation.sharpness)
+        kind = _CURVATURES.index(activation.formula.name)
+        settings = (scale, axis, kind, activation.formula.a, activation.formula.b, at, jump, activation.sharpness)
         if inplace and g.is_contiguous():
             torch.ops.s3d_fast.curvature_coefficients_(g, z, *settings)
             return g
         C = torch.ops.s3d_fast.curvature_coefficients(g, z, *settings)
     else:
-        resolve_backend(backend, g, z, scale)
         C = reference.curvature_coefficients(g, z, activation, scale, axis)
     return g.copy_(C) if inplace else C
+
+
+def _backend_for_curvature(backend: str, activation: Activation, g: Tensor, z: Tensor, scale: Tensor | None) -> str:
+    chosen = resolve_backend(backend, g, z, scale)
+    if chosen == "reference":
+        return chosen
+    why_not = ""
+    if chosen == "cpu" and g.dtype not in checks.COMPUTE_DTYPES:
+        why_not = f"it does not compute in {g.dtype}"
+    if activation.formula is None or (chosen == "triton" and not triton_kernels.kernels().knows(activation)):
+        why_not = f"it has no formula for {activation.name!r}"
+    if why_not and backend != "auto":
+        raise RuntimeError(f"backend {chosen!r} cannot be used: {why_not}; use backend='reference'")
+    return "reference" if why_not else chosen
 
 
 def grow_weights(growths: Sequence[Growth], *, backend: str = "auto") -> list[Tensor]:
@@ -271,22 +313,26 @@ def grow_weights(growths: Sequence[Growth], *, backend: str = "auto") -> list[Te
 
     All of them are one call where the backend has one; indices out of range raise an IndexError or a RuntimeError.
     """
-    on_cpu = [_grows_on_cpu(growth, backend) for growth in growths]
-    fast = [growth for growth, is_fast in zip(growths, on_cpu, strict=True) if is_fast]
-    grown = iter(torch.ops.s3d_fast.grow_weights(*map(list, zip(*fast, strict=True))) if fast else [])
-    return [
-        next(grown) if is_fast else reference.grow_weight(*growth)
-        for growth, is_fast in zip(growths, on_cpu, strict=True)
-    ]
+    backends = [_backend_for_growth(growth, backend) for growth in growths]
+    by_backend = {name: [g for g, own in zip(growths, backends, strict=True) if own == name] for name in set(backends)}
+    grown = {name: iter(_GROW[name](chosen)) for name, chosen in by_backend.items()}
+    return [next(grown[name]) for name in backends]
 
 
-def _grows_on_cpu(growth: Growth, backend: str) -> bool:
-    tensors = (growth.weight, growth.row_scale, growth.shift, growth.column_scale)
-    if growth.weight.dtype not in checks.COMPUTE_DTYPES and backend != "reference":
+def _backend_for_growth(growth: Growth, backend: str) -> str:
+    chosen = resolve_backend(backend, growth.weight, growth.row_scale, growth.shift, growth.column_scale)
+    if chosen == "cpu" and growth.weight.dtype not in checks.COMPUTE_DTYPES:
         if backend == "cpu":
             raise RuntimeError(f"backend 'cpu' cannot be used: it does not compute in {growth.weight.dtype}")
-        return False
-    return resolve_backend(backend, *tensors) == "cpu"
+        return "reference"
+    return chosen
+
+
+_GROW: dict[str, Callable[[list[Growth]], list[Tensor]]] = {
+    "reference": lambda growths: [reference.grow_weight(*growth) for growth in growths],
+    "cpu": lambda growths: torch.ops.s3d_fast.grow_weights(*map(list, zip(*growths, strict=True))),
+    "triton": lambda growths: triton_kernels.kernels().grow_weights(growths),
+}
 
 
 def krylov_extend(
@@ -301,8 +347,11 @@ def krylov_extend(
     backend: str = "auto",
 ) -> None:
     """Take one Lanczos step in every space of a basis: see `reference.krylov_extend`."""
-    if resolve_backend(backend, basis, product) == "cpu":
+    chosen = resolve_backend(backend, basis, product)
+    if chosen == "cpu":
         torch.ops.s3d_fast.krylov_extend(basis, product, alpha, beta, length, scale, step)
+    elif chosen == "triton":
+        triton_kernels.kernels().krylov_extend(basis, product, alpha, beta, length, scale, step)
     else:
         reference.krylov_extend(basis, product, alpha, beta, length, scale, step)
 
@@ -315,8 +364,11 @@ def tridiagonal_extremes(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # (M, 2) and (M, 2, k), float64
     """Return the extreme eigenpairs of symmetric tridiagonal matrices: see `reference.tridiagonal_extremes`."""
-    if resolve_backend(backend, alpha, beta) == "cpu":
+    chosen = resolve_backend(backend, alpha, beta)
+    if chosen == "cpu":
         return torch.ops.s3d_fast.tridiagonal_extremes(alpha, beta, length)
+    if chosen == "triton":
+        return triton_kernels.kernels().tridiagonal_extremes(alpha, beta, length)
     return reference.tridiagonal_extremes(alpha, beta, length)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import s3d_fast as s3d
-from s3d_fast import extension
+from s3d_fast import extension, triton_kernels
 
 X, C, V = torch.ones(6, 4), torch.ones(6, 3), torch.ones(3, 4)
 IMAGE, IMAGE_C, IMAGE_V = torch.ones(2, 2, 5, 5), torch.ones(2, 3, 3, 3), torch.ones(3, 18)
@@ -414,6 +415,19 @@ class TestBackend:
             call("cpu")
         call("auto")
 
-    def test_triton_is_not_there(self, call: Callable[[str], object]) -> None:
-        with pytest.raises(RuntimeError, match="'triton' is not part of this version"):
+    def test_without_the_interpreter_triton_says_how_to_get_it(
+        self, call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(triton_kernels, "is_interpreted", lambda: False)
+        wanted = r"backend 'triton' cannot be used: .*interpreted only: set TRITON_INTERPRET=1"
+        with pytest.raises(RuntimeError, match=wanted):
             call("triton")
+        call("auto")
+
+    def test_without_triton_it_says_how_to_install_it(
+        self, call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(RuntimeError, match=r"'triton' cannot be used: Triton is not installed; pip install triton"):
+            call("triton")
+        call("auto")

@@ -40,10 +40,24 @@ def solve(
         products = matvec_all([space.operator for space in active], [space.q for space in active], backend)
         for space, product in zip(active, products, strict=True):
             space.extend(product)
-            # From exhaustion on there is nothing to add: D steps fill the whole space.
-            if step % CHECK_EVERY == 0 or step in (max_iters, space.operator.shape[1]):
-                space.check(last=step == max_iters)
+        # From exhaustion on there is nothing to add: D steps fill the whole space.
+        due = [space for space in active if step % CHECK_EVERY == 0 or step in (max_iters, space.operator.shape[1])]
+        if due:
+            _check(due, last=step == max_iters)
     return measure(operators, [space.found() for space in spaces], tol, backend)
+
+
+def _check(spaces: Sequence[_KrylovSpaces], last: bool) -> None:
+    """Let filters go that are well past convergence, and stop layers that have converged.
+
+    This is the only place where the host waits for the device: once, for all layers.
+    """
+    converged, leaving = torch.cat([space.progress() for space in spaces], -1).tolist()
+    first = 0
+    for space in spaces:
+        own = slice(first, first + len(space.rows))
+        space.settle(converged[own], leaving[own], last)
+        first = own.stop
 
 
 class _KrylovSpaces:
@@ -60,6 +74,9 @@ class _KrylovSpaces:
         self.steps = 0
         self.basis = start.new_empty(filters, min(16, width) + 1, width)  # (M, capacity, D)
         self.basis[:, 0] = start
+        # The last basis vector of every space, zero where the space is exhausted. It stays where it is in memory, so
+        # that a backend which keeps addresses need not look them up at every step.
+        self.q = start.clone()  # (M, D)
         self.alpha = start.new_zeros(filters, self.basis.shape[1])  # diagonal of T
         self.beta = torch.zeros_like(self.alpha)  # off-diagonal of T; the last one couples to the next vector
         # The dimension of each filter's space: stops growing when the space is exhausted.
@@ -67,14 +84,10 @@ class _KrylovSpaces:
         self.scale = torch.zeros(filters, dtype=start.dtype, device=operator.device)
 
         self.finished = False
+        self.ritz = start.new_empty(filters, 2, 0)  # (M, 2, steps), in the basis, since the last check
         self.v_min, self.v_max = torch.empty_like(start), torch.empty_like(start)
         self.iterations = torch.zeros(filters, dtype=torch.int64, device=operator.device)
         self.matvecs = torch.zeros_like(self.iterations)
-
-    @property
-    def q(self) -> Tensor:
-        """The last basis vector of every space, (M, D); zero where the space is exhausted."""
-        return self.basis[:, self.steps]
 
     def extend(self, product: Tensor) -> None:
         """Take S q, and make of it the next basis vector of every space."""
@@ -86,52 +99,65 @@ class _KrylovSpaces:
         state = (self.alpha, self.beta, self.length, self.scale)
         ops.krylov_extend(self.basis, product, *state, self.steps, backend=self.backend)
         self.steps += 1
+        self.q.copy_(self.basis[:, self.steps])
 
-    def check(self, last: bool) -> None:
-        """Find which filters have converged, let those go that are well past it, and stop when none is left."""
+    def progress(self) -> Tensor:  # (2, M), bool
+        """Find the Ritz vectors; return which filters have converged, and which of them are well past it."""
         alpha, beta = self.alpha[:, : self.steps], self.beta[:, : self.steps]
-        values, vectors = ops.tridiagonal_extremes(alpha, beta, self.length, backend=self.backend)
+        values, self.ritz = ops.tridiagonal_extremes(alpha, beta, self.length, backend=self.backend)
         radius = values.abs().amax(-1)
         # |S Q s - theta Q s| = beta_k |s_k|; an exhausted space has no coupling left.
         coupling = beta[:, -1].double()
-        error = coupling * vectors[:, :, -1].abs().amax(-1)
+        error = coupling * self.ritz[:, :, -1].abs().amax(-1)
         exhausted = coupling == 0
         converged = exhausted | (error <= self.tol * radius)
         leaving = exhausted | (error <= LEAVE_BELOW * self.tol * radius)
-        first_time = converged & (self.iterations[self.rows] == 0)
-        self.iterations[self.rows] = torch.where(first_time, self.steps, self.iterations[self.rows])
+        iterations = self.iterations[self.rows]
         # Back to 0 if a filter that had converged found a better Ritz value and has not converged on it yet.
-        self.iterations[self.rows] = torch.where(converged, self.iterations[self.rows], 0)
+        since = torch.where(iterations == 0, self.steps, iterations)
+        self.iterations[self.rows] = torch.where(converged, since, 0)
+        return torch.stack([converged, leaving])
 
-        n_converged, n_leaving = torch.stack([converged.sum(), leaving.sum()]).tolist()
-        if last or n_converged == len(self.rows):
-            self._release(torch.ones_like(leaving), vectors)
+    def settle(self, converged: Sequence[bool], leaving: Sequence[bool], last: bool) -> None:
+        """Act on what `progress` returned."""
+        if last or all(converged):
+            self._release(range(len(self.rows)))
             self.finished = True
-        elif 2 * n_leaving >= len(self.rows):
+        elif 2 * sum(leaving) >= len(self.rows):
             # Copying the rest is paid for by halving the work of every later step.
-            self._release(leaving, vectors)
+            self._release([i for i, leaves in enumerate(leaving) if leaves])
+            self._keep([i for i, leaves in enumerate(leaving) if not leaves])
 
     def found(self) -> Found:
         """Return the Ritz vectors of all filters of the operator that was given."""
         return Found(self.v_min, self.v_max, self.iterations, self.matvecs)
 
-    def _release(self, leaving: Tensor, vectors: Tensor) -> None:
-        """Store the Ritz vectors of the filters marked in `leaving`, and drop these filters from the work."""
-        ritz = vectors[leaving].to(self.basis.dtype) @ self.basis[leaving, : self.steps]
-        rows = self.rows[leaving]
+    def _release(self, leaving: Sequence[int]) -> None:
+        """Store the Ritz vectors of the filters that leave."""
+        index = _indices(leaving, self.rows.device)
+        ritz = self.ritz[index].to(self.basis.dtype) @ self.basis[index, : self.steps]
+        rows = self.rows[index]
         self.v_min[rows], self.v_max[rows] = ritz[:, 0], ritz[:, 1]
         self.matvecs[rows] = self.steps
         self.iterations[rows] = torch.where(self.iterations[rows] == 0, self.steps, self.iterations[rows])
-        if len(rows) == len(self.rows):
+        if len(leaving) == len(self.rows):
             # Nothing here is needed any more, and the basis is large.
             self.basis = self.basis[:0]
-            return
-        staying = ~leaving
-        self.rows = self.rows[staying]
-        self.operator = self.operator.restrict(staying.nonzero().squeeze(-1))
-        self.basis, self.alpha, self.beta, self.length, self.scale = (
-            tensor[staying] for tensor in (self.basis, self.alpha, self.beta, self.length, self.scale)
+
+    def _keep(self, staying: Sequence[int]) -> None:
+        """Drop all other filters from the work."""
+        index = _indices(staying, self.rows.device)
+        self.operator = self.operator.restrict(index)
+        self.rows, self.q, self.length, self.scale = (
+            tensor[index] for tensor in (self.rows, self.q, self.length, self.scale)
         )
+        self.basis, self.alpha, self.beta = (tensor[index] for tensor in (self.basis, self.alpha, self.beta))
+
+
+def _indices(indices: Sequence[int], device: torch.device) -> Tensor:
+    """Return indices as a tensor on the device, without waiting for the device."""
+    tensor = torch.tensor(indices, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _enlarged(tensor: Tensor, capacity: int) -> Tensor:

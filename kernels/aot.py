@@ -1,0 +1,312 @@
+"""Compile every kernel for GPUs that need not be here, and check what came out: python -m s3d_fast.kernels.aot.
+
+It fails on an error of the compiler, on spills to local memory, on more shared memory than the GPU has, and on kernels
+for 16-bit rows without tensor-core instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from tqdm import tqdm
+
+from s3d_fast.activations import activation, activation_names
+from s3d_fast.kernels import (
+    curvature,
+    edgeconv,
+    grouped,
+    krylov,
+    launch,
+    pointwise,
+    pointwise_wide,
+    surgery,
+    tridiagonal,
+)
+from s3d_fast.kernels.compiled import TARGETS, Compiled, Source, Target, compile_source
+from s3d_fast.kernels.device import INTERPRETED
+from s3d_fast.kernels.launch import Config
+from s3d_fast.kernels.products import DTYPES, product_form
+
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+CHECKED = ("fp32", "bf16")
+# Layers with more than these many filters have the tiles of the table; those with fewer get smaller ones.
+MANY_FILTERS = 1024
+
+
+class Sources:
+    """The kernels for one target and one dtype of the rows, in their default configurations.
+
+    Each matrix kernel comes as it is for layers without a bias whose sizes are multiples of 16, and as "general": with
+    a bias, several vectors per filter, and sizes, strides and addresses of which nothing is known.
+    """
+
+    def __init__(self, target: Target, dtype: str, precision: str = "highest") -> None:
+        self.device, self.dtype, self.stored = target.device, dtype, STORED[dtype]
+        self.form = product_form(self.stored, precision)
+        self.number = "fp64" if dtype == "fp64" else "fp32"
+        self.types = {
+            "X": f"*{dtype}", "C": f"*{dtype}", "V": f"*{self.number}", "out": f"*{self.number}",
+            "partial": f"*{self.number}", "t": f"*{self.number}", "received": f"*{self.number}",
+            "products": f"*{self.number}", "table": "*i64", "order": "*i32", "start": "*i32", "winner": "*i32",
+        }  # fmt: skip
+
+    def __iter__(self) -> Iterator[Source]:
+        for is_general in (False, True):
+            yield from self.pointwise(is_general)
+            yield from self.wide(is_general)
+            yield from self.edgeconv(is_general)
+            yield from self.grouped(is_general)
+        yield from self.sums()
+        yield from self.curvature()
+        yield from self.surgery()
+        yield from self.lanczos()
+
+    def source(
+        self,
+        function: triton.JITFunction,
+        name: str,
+        label: str,
+        constants: dict[str, Any],
+        warps: int,
+        stages: int = 2,
+        aligned: Sequence[str] = (),
+        types: dict[str, str] | None = None,
+        uses_products: bool = True,
+    ) -> Source:
+        types = {**self.types, **(types or {})}
+        own = {key: value for key, value in types.items() if key in function.arg_names and key not in constants}
+        pointers = [key for key in own if own[key].startswith("*")]
+        on_tensor_cores = uses_products and self.form != "ieee"
+        return Source(
+            name, function, self.dtype, label, own, constants, [*pointers, *aligned], warps, stages, on_tensor_cores
+        )
+
+    def layer(self, is_general: bool, *sizes: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the constants of a layer, and which of its sizes are known to be multiples of 16."""
+        constants = {"K": 2 if is_general else 1, "BIAS": is_general, "FORM": self.form, "FAR": False}
+        if is_general:
+            return constants, ()
+        return {**constants, "x_column": 1, "c_column": 1}, sizes
+
+    def pointwise(self, is_general: bool) -> Iterator[Source]:
+        for width in grouped.WIDTHS:
+            for filters in (MANY_FILTERS,) if is_general else (16, MANY_FILTERS):
+                config = pointwise.configs(self.device, self.form, self.stored, width, filters)[0]
+                constants, aligned = self.layer(is_general, "D", "F", "M", "x_row", "c_row", "v_row", "rows_per_slice")
+                constants |= {"ATOMIC": False, "BN": config.rows, "BM": config.filters, "BD": width}
+                yield self.source(
+                    pointwise.fused_kernel, _named("pointwise", is_general), _label(config), constants,
+                    config.warps, config.stages, aligned,
+                )  # fmt: skip
+                if not is_general and filters == MANY_FILTERS:
+                    atomic = {**constants, "ATOMIC": True}
+                    yield self.source(
+                        pointwise.fused_kernel, "pointwise, atomic", _label(config), atomic,
+                        config.warps, config.stages, aligned,
+                    )  # fmt: skip
+
+    def wide(self, is_general: bool) -> Iterator[Source]:
+        project, accumulate = pointwise_wide.configs(self.device, self.form, self.stored, not is_general)[0]
+        product = pointwise_wide.product_storage(self.form, self.stored)[1]
+        types = {"U": f"*{next(name for name, dtype in STORED.items() if dtype == product)}"}
+        constants, aligned = self.layer(is_general, "D", "F", "M", "x_row", "c_row", "v_row", "plane")
+        constants |= {"BN": project.rows, "BM": project.filters, "BK": project.depth}
+        yield self.source(
+            pointwise_wide.project_kernel, _named("wide, project", is_general), _label(project), constants,
+            project.warps, project.stages, aligned, types,
+        )  # fmt: skip
+        constants, aligned = self.layer(is_general, "D", "F", "x_row", "plane", "rows_per_slice")
+        constants = {key: value for key, value in constants.items() if key not in ("K", "c_column")}
+        constants |= {"BD": accumulate.rows, "BM": accumulate.filters, "BK": accumulate.depth}
+        yield self.source(
+            pointwise_wide.accumulate_kernel, _named("wide, accumulate", is_general), _label(accumulate), constants,
+            accumulate.warps, accumulate.stages, aligned, types,
+        )  # fmt: skip
+
+    def edgeconv(self, is_general: bool) -> Iterator[Source]:
+        product, sums = edgeconv.configs(self.device, self.form, self.stored)[0]
+        for is_atomic in (False, True):
+            if is_general and is_atomic:
+                continue
+            for is_second in (False, True):
+                constants, aligned = self.layer(is_general, "F", "L", "M", "x_row", "c_row", "v_row")
+                constants |= {"EDGES": is_second, "ATOMIC": is_atomic}
+                constants |= {"BN": product.rows, "BM": product.filters, "BK": product.depth}
+                if is_second or not is_atomic:
+                    yield self.source(
+                        edgeconv.point_products_kernel,
+                        _named(f"edgeconv, {'edges' if is_second else 'points'}", is_general, is_atomic),
+                        _label(product), constants, product.warps, product.stages, aligned,
+                    )  # fmt: skip
+            constants, aligned = self.layer(is_general, "F", "L", "M", "x_row", "rows_per_slice")
+            constants = {key: value for key, value in constants.items() if key != "c_column"}
+            constants |= {"ATOMIC": is_atomic, "BN": sums.rows, "BM": sums.filters, "BD": sums.depth}
+            yield self.source(
+                edgeconv.edge_sums_kernel, _named("edgeconv, sums", is_general, is_atomic), _label(sums), constants,
+                sums.warps, sums.stages, aligned,
+            )  # fmt: skip
+
+    def grouped(self, is_general: bool) -> Iterator[Source]:
+        config = grouped.configs(self.device, self.form, self.stored, not is_general)[0]
+        constants = {
+            "ROWS": DTYPES[self.stored], "K": 2 if is_general else 1, "BIAS": is_general, "ALIGNED": not is_general,
+            "FORM": self.form, "LAYERS": 16, "PRESENT": 2 ** len(grouped.WIDTHS) - 1, "TILES": sum(config.tiles, ()),
+        }  # fmt: skip
+        tiles = " ".join(f"{rows}x{filters}" for rows, filters in config.tiles)
+        label = f"{tiles}, {config.warps} warps, {config.stages} stages"
+        yield self.source(
+            grouped.grouped_kernel, _named("grouped", is_general), label, constants, config.warps, config.stages
+        )
+        constants = {"BIAS": is_general, "LAYERS": 16, "BLOCK": launch.SUM_BLOCK}
+        yield self.source(
+            grouped.sum_layers_kernel, _named("grouped, sums", is_general), str(launch.SUM_BLOCK), constants,
+            launch.SUM_WARPS, uses_products=False,
+        )  # fmt: skip
+
+    def sums(self) -> Iterator[Source]:
+        constants = {"BLOCK": launch.SUM_BLOCK}
+        yield self.source(
+            launch.sum_slices_kernel, "sum of slices", str(launch.SUM_BLOCK), constants, launch.SUM_WARPS,
+            uses_products=False,
+        )  # fmt: skip
+
+    def curvature(self) -> Iterator[Source]:
+        number = DTYPES[torch.float64 if self.dtype == "fp64" else torch.float32]
+        types = {name: f"*{self.dtype}" for name in ("g", "z", "scale", "out")}
+        acts = [activation(name) for name in activation_names()] + [activation("gelu", approximate="tanh")]
+        for act in acts:
+            constants = {**curvature.constants(act), "SCALED": True, "NUMBER": number, "BLOCK": curvature.BLOCK}
+            name = "gelu, tanh" if act is acts[-1] else act.name
+            yield self.source(
+                curvature.curvature_kernel, f"curvature, {name}", str(curvature.BLOCK), constants, curvature.WARPS,
+                types=types, uses_products=False,
+            )  # fmt: skip
+
+    def surgery(self) -> Iterator[Source]:
+        everything = ("ROW_SCALE", "SHIFT", "SHIFT_ROWS", "REPEAT", "COLUMN_SCALE")
+        constants = {name: True for name in everything} | {"BR": surgery.ROWS, "BC": surgery.COLUMNS}
+        constants["NUMBER"] = tl.float64 if self.dtype == "fp64" else tl.float32
+        types = {name: f"*{self.dtype}" for name in ("weight", "row_scale", "shift", "column_scale", "out")}
+        types |= {name: "*i64" for name in ("rows", "shift_rows", "columns")} | {"shift_scale": "*fp64"}
+        yield self.source(
+            surgery.grow_kernel, "surgery", f"{surgery.ROWS}x{surgery.COLUMNS}", constants, surgery.WARPS,
+            types=types, uses_products=False,
+        )  # fmt: skip
+
+    def lanczos(self) -> Iterator[Source]:
+        # Vectors are float32 whatever the rows are.
+        if self.dtype not in ("fp32", "fp64"):
+            return
+        numbers = {name: f"*{self.dtype}" for name in ("basis", "product", "alpha", "beta", "scale")}
+        for width in (64, 1024, krylov.WIDEST):
+            BK, BD, warps = krylov.config(width)
+            constants = {"NOISE": 1e-5, "BK": BK, "BD": BD}
+            yield self.source(
+                krylov.extend_kernel, "krylov", f"{BK}x{BD}, {warps} warps", constants, warps,
+                types={**numbers, "length": "*i64"}, uses_products=False,
+            )  # fmt: skip
+        constants = {"LANES": tridiagonal.LANES, "SHIFTS": tridiagonal.SHIFTS, "ROUNDS": tridiagonal.ROUNDS}
+        doubles = {name: "*fp64" for name in ("values", "vectors", "work")}
+        yield self.source(
+            tridiagonal.extremes_kernel, "tridiagonal", f"{tridiagonal.LANES} lanes", constants, tridiagonal.WARPS,
+            types={**numbers, **doubles, "length": "*i64"}, uses_products=False,
+        )  # fmt: skip
+
+
+def _named(name: str, is_general: bool, is_atomic: bool = False) -> str:
+    return name + ", general" * is_general + ", atomic" * is_atomic
+
+
+def _label(config: Config) -> str:
+    sizes = f"{config.rows}x{config.filters}x{config.depth}"
+    return f"{sizes}, {config.warps} warps, {config.stages} stages"
+
+
+def faults(compiled: Compiled, source: Source) -> list[str]:
+    """Return what is wrong with a compiled kernel."""
+    found = []
+    if compiled.spills:
+        found.append(f"spills {compiled.spills} bytes a thread to local memory")
+    limit = TARGETS[compiled.target].device.shared_memory
+    if compiled.shared_memory > limit:
+        found.append(f"wants {compiled.shared_memory} bytes of shared memory of {limit}")
+    if source.on_tensor_cores and not compiled.tensor_core:
+        found.append("has no tensor-core instruction")
+    return found
+
+
+def _compile(job: tuple[str, str, int]) -> tuple[Compiled | None, list[str]]:
+    """Compile the source of a number, which is all that needs to go from one process to another."""
+    target, dtype, index = job
+    source = list(Sources(TARGETS[target], dtype))[index]
+    where = f"{source.name} ({source.config}) for {target} in {dtype}"
+    try:
+        compiled = compile_source(source, TARGETS[target])
+    except Exception as error:
+        return None, [f"{where} does not compile: {error}"]
+    return compiled, [f"{where} {fault}" for fault in faults(compiled, source)]
+
+
+def check(targets: Sequence[str], dtypes: Sequence[str], processes: int = 2) -> tuple[list[Compiled], list[str]]:
+    """Compile everything, and return what came out and what is wrong with it."""
+    jobs = [
+        (target, dtype, index)
+        for target in targets
+        for dtype in dtypes
+        for index in range(len(list(Sources(TARGETS[target], dtype))))
+    ]
+    with ProcessPoolExecutor(processes) as pool:
+        results = list(tqdm(pool.map(_compile, jobs), total=len(jobs), desc="kernels", disable=None))
+    return [compiled for compiled, _ in results if compiled], [fault for _, found in results for fault in found]
+
+
+def table(compiled: Sequence[Compiled]) -> str:
+    """Return the table as Markdown."""
+    lines = [
+        "| kernel | dtype | target | tile | registers | shared memory | spills | tensor core | instructions |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for item in sorted(compiled, key=lambda item: (item.kernel, item.dtype, list(TARGETS).index(item.target))):
+        cells = (
+            item.kernel, item.dtype, item.target, item.config, item.registers, item.shared_memory, item.spills,
+            item.tensor_core, item.instructions,
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check all kernels; return 0 if nothing is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m s3d_fast.kernels.aot", description=__doc__)
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--dtypes", nargs="+", choices=list(STORED), default=list(CHECKED))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write what came out to this file")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    options = parser.parse_args(arguments)
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set: nothing would be compiled")
+    compiled, found = check(options.targets, options.dtypes, options.processes)
+    if options.json:
+        options.json.write_text(json.dumps([item.as_dict() for item in compiled], indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(table(compiled))
+    if not (options.json or options.markdown):
+        print(table(compiled), end="")
+    for fault in found:
+        print(fault, file=sys.stderr)
+    print(f"{len(compiled)} kernels compiled, {len(found)} faults", file=sys.stderr)
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

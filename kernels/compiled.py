@@ -1,0 +1,133 @@
+"""Compile a kernel for a GPU that need not be here, and read off what came out: registers, spills, instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from s3d_fast.kernels.device import Device
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for; processors, registers and clocks are of the named model."""
+
+    name: str
+    model: str
+    compiler: GPUTarget
+    device: Device
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "A100", GPUTarget("cuda", 80, 32), Device("nvidia", 108, 166912, 80)),
+        Target("sm_90", "H100", GPUTarget("cuda", 90, 32), Device("nvidia", 132, 232448, 90)),
+        Target("gfx942", "MI300X", GPUTarget("hip", "gfx942", 64), Device("amd", 304, 65536, 0)),
+    )
+}
+
+# What tensor-core instructions are called in the three instruction sets.
+TENSOR_CORE = {"sm_80": r"\bHMMA", "sm_90": r"\bH(?:G)?MMA", "gfx942": r"\bv_mfma"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of one kernel in one configuration."""
+
+    kernel: str
+    target: str
+    dtype: str
+    config: str
+    registers: int  # per thread
+    shared_memory: int  # bytes
+    spills: int  # bytes of local memory per thread, the stack included
+    tensor_core: int  # instructions
+    instructions: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel with everything that its compilation depends on."""
+
+    name: str
+    function: triton.JITFunction
+    dtype: str
+    config: str
+    types: Mapping[str, str]  # of arguments that are not i32
+    constants: Mapping[str, Any]
+    aligned: Sequence[str]  # arguments that are multiples of 16
+    warps: int
+    stages: int
+    on_tensor_cores: bool
+
+
+def compile_source(source: Source, target: Target) -> Compiled:
+    """Compile a kernel and return what came out; errors of the compiler are raised as they come."""
+    names = source.function.arg_names
+    signature = {name: "constexpr" if name in source.constants else source.types.get(name, "i32") for name in names}
+    ast = ASTSource(
+        source.function,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in source.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned},
+    )
+    options = {"num_warps": source.warps, "num_stages": source.stages}
+    kernel = triton.compile(ast, target=target.compiler, options=options)
+    read = _read_nvidia if target.compiler.backend == "cuda" else _read_amd
+    registers, spills, listing = read(kernel.asm)
+    return Compiled(
+        source.name,
+        target.name,
+        source.dtype,
+        source.config,
+        registers,
+        kernel.metadata.shared,
+        spills,
+        len(re.findall(TENSOR_CORE[target.name], listing)),
+        len(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?[@A-Za-z][\w.@!]*\s.*", listing, re.M)),
+    )
+
+
+def _read_nvidia(asm: Mapping[str, Any]) -> tuple[int, int, str]:
+    tools = Path(triton.backends.__file__).parent / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
+        listing = _output(tools / "nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack, local = (int(number) for number in found.groups())
+    # Loads from and stores to local memory are spills whatever the summary says.
+    spills = max(stack + local, 4 * len(re.findall(r"\b(?:LDL|STL)\b", listing)))
+    return registers, spills, listing
+
+
+def _read_amd(asm: Mapping[str, Any]) -> tuple[int, int, str]:
+    listing = asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", listing)
+        assert found is not None, name
+        return int(found[1])
+
+    spills = max(number("private_segment_fixed_size"), 4 * number("vgpr_spill_count"))
+    return number("vgpr_count"), spills, listing
+
+
+def _output(*command: object) -> str:
+    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout

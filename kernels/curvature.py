@@ -1,0 +1,160 @@
+"""C = g * act''(z) * s^2 in one pass, for every activation with a formula."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s3d_fast.activations import Activation
+from s3d_fast.kernels import launch
+
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def slope(x):
+    """The derivative of the sigmoid, sigmoid(x) sigmoid(-x), without cancellation."""
+    e = tl.exp(-tl.abs(x))
+    inverse = 1 / (1 + e)
+    return e * inverse * inverse
+
+
+@triton.jit
+def tanh_half(x):
+    """tanh(x / 2) = 2 sigmoid(x) - 1; near zero, where that cancels, by its series."""
+    h = 0.5 * x
+    near = tl.abs(h) < 0.04
+    q = tl.where(near, h * h, 0.0)
+    series = h * (1 - q * (1 / 3 - q * (2 / 15 - q * (17 / 315 - q * (62 / 2835 - q * (1382 / 155925))))))
+    e = tl.exp(-tl.abs(x))
+    magnitude = (1 - e) / (1 + e)
+    return tl.where(near, series, tl.where(x < 0, -magnitude, magnitude))
+
+
+@triton.jit
+def within(x, bound):
+    """x confined to where a derivative is not yet constant to the last bit; NaN stays."""
+    return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
+
+
+@triton.jit
+def curvature(z, NAME: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """act''(z) away from kinks: the formulas of `s3d_fast.activations`."""
+    root_2pi: tl.constexpr = 2.5066282746310002
+    if NAME == "silu":
+        # The slope is 0 for large z, where z alone may be infinite.
+        return slope(z) * (2 - within(z, 1e4) * tanh_half(z))
+    elif NAME == "gelu":
+        x = within(z, 40.0)
+        return (2 - x * x) * tl.exp(-0.5 * x * x) / root_2pi
+    elif NAME == "gelu_tanh":
+        p: tl.constexpr = 0.7978845608028654
+        q: tl.constexpr = 0.044715
+        x = within(z, 10.0)
+        u = p * (x + q * x * x * x)
+        du = p * (1 + 3 * q * x * x)
+        ddu = 6 * p * q * x
+        return 4 * slope(2 * u) * (du + 0.5 * x * (ddu - 2 * tanh_half(2 * u) * du * du))
+    elif NAME == "softplus":
+        return tl.where(A * z > B, 0.0, A * slope(A * z))
+    elif NAME == "tanh":
+        return -8 * tanh_half(2 * z) * slope(2 * z)
+    elif NAME == "sigmoid":
+        return -slope(z) * tanh_half(z)
+    elif NAME == "elu":
+        return tl.where(z > 0, 0.0, A * tl.exp(tl.where(z > 0, 0.0, z)))
+    elif NAME == "hardswish":
+        return (tl.abs(z) < 3).to(z.dtype) * (1 / 3)
+    elif NAME == "gaussian":
+        x = within(z, 40.0)
+        return (x * x - 1) * tl.exp(-0.5 * x * x)
+    else:
+        tl.static_assert(NAME == "none")
+        return tl.zeros_like(z)
+
+
+@triton.jit
+def curvature_kernel(
+    g,
+    z,
+    scale,  # (channels,), or anything if not SCALED
+    out,
+    size,
+    channels,
+    inner,  # entries per channel that follow each other
+    NAME: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    KINKS: tl.constexpr,  # how many
+    AT_0: tl.constexpr,
+    JUMP_0: tl.constexpr,
+    AT_1: tl.constexpr,
+    JUMP_1: tl.constexpr,
+    SHARPNESS: tl.constexpr,
+    SCALED: tl.constexpr,
+    NUMBER: tl.constexpr,  # the type of the arithmetic
+    BLOCK: tl.constexpr,
+):
+    """out = g * act''(z) * scale^2."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    x = tl.load(z + i, mask=inside, other=0.0).to(NUMBER)
+    second = curvature(x, NAME, A, B)
+    if KINKS > 0:
+        second += (JUMP_0 * SHARPNESS) * slope(SHARPNESS * (x - AT_0))
+    if KINKS > 1:
+        second += (JUMP_1 * SHARPNESS) * slope(SHARPNESS * (x - AT_1))
+    result = tl.load(g + i, mask=inside, other=0.0).to(NUMBER) * second
+    if SCALED:
+        s = tl.load(scale + (i // inner) % channels, mask=inside, other=0.0).to(NUMBER)
+        result *= s * s
+    tl.store(out + i, result.to(out.dtype.element_ty), mask=inside)
+
+
+MOST_KINKS = 2
+
+
+def curvature_coefficients(
+    g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, out: Tensor | None = None
+) -> Tensor:
+    """Return C: see `s3d_fast.reference.curvature_coefficients`; `out` may be g itself, and is contiguous."""
+    assert activation.formula is not None
+    g, z = g.contiguous(), z.contiguous()
+    out = torch.empty_like(g) if out is None else out
+    if g.numel() == 0:
+        return out
+    with launch.on_device(g):
+        curvature_kernel[(triton.cdiv(g.numel(), BLOCK),)](
+            g,
+            z,
+            g if scale is None else scale.contiguous(),
+            out,
+            g.numel(),
+            g.shape[axis],
+            g.shape[axis + 1 :].numel(),
+            **constants(activation),
+            SCALED=scale is not None,
+            NUMBER=tl.float64 if g.dtype == torch.float64 else tl.float32,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    return out
+
+
+def constants(activation: Activation) -> dict[str, str | int | float]:
+    """Return what the kernel is compiled with for an activation."""
+    assert activation.formula is not None
+    kinks = [(kink.at, kink.jump) for kink in activation.kinks] + [(0.0, 0.0)] * MOST_KINKS
+    return {
+        "NAME": activation.formula.name,
+        "A": activation.formula.a,
+        "B": activation.formula.b,
+        "KINKS": len(activation.kinks),
+        "AT_0": float(kinks[0][0]),
+        "JUMP_0": float(kinks[0][1]),
+        "AT_1": float(kinks[1][0]),
+        "JUMP_1": float(kinks[1][1]),
+        "SHARPNESS": float(activation.sharpness),
+    }

@@ -1,0 +1,248 @@
+"""S v of an EdgeConv layer in its point-level form, with no tensor over edges: three launches and a sum.
+
+With w = winner[i, f], v = [a, b], and the rows x of all points of all clouds:
+    first     P = X A^T
+    second    t = C * (P[w] + X (B - A)^T + bias), the gather by the winning neighbour in the product's epilogue
+    third     [(received - t)^T X, t^T X, sum t], where received[j, f] is the sum of t[i, f] over the i with w = j
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s3d_fast.incoming import Incoming
+from s3d_fast.kernels import launch
+from s3d_fast.kernels.device import Device, describe
+from s3d_fast.kernels.launch import Config, tile_offsets
+from s3d_fast.kernels.products import product_form, rows_times, times_rows
+from s3d_fast.triton_options import current
+
+
+@triton.jit
+def point_products_kernel(
+    X,  # (R, F), the rows of all points
+    V,  # (L, 2 F (+ 1)), L = K M filters
+    products,  # (R, L): P, written by the first launch and read by the second
+    C,  # (R, M)
+    winner,  # (R, M), int32
+    t,  # (R, L)
+    received,  # (R, L), zero at first, if ATOMIC
+    R,
+    F,
+    L,
+    M,
+    points,  # of a cloud
+    x_row,
+    x_column,
+    c_row,
+    c_column,
+    v_row,
+    EDGES: tl.constexpr,  # whether this is the second launch
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    FORM: tl.constexpr,
+    FAR: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """P = X A^T, or t = C * (P[w] + X (B - A)^T + bias)."""
+    number = V.dtype.element_ty
+    own = tl.arange(0, BM)
+    f = tl.program_id(0) * BM + own
+    V += tl.program_id(0).to(tl.int64) * BM * v_row
+    row = tl.program_id(1).to(tl.int64) * BN
+    r, k = tl.arange(0, BN), tl.arange(0, BK)
+    inside_n, inside_f = r < R - row, f < L
+    inside = inside_n[:, None] & inside_f[None, :]
+    x_tile = tile_offsets(r, x_row, k, x_column, FAR)
+    v_tile = own[None, :] * v_row + k[:, None]
+    X += row * x_row
+    total = tl.zeros((BN, BM), number)
+    for first in range(0, F, BK):
+        inside_d = k < F - first
+        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
+        inside_v = inside_d[:, None] & inside_f[None, :]
+        v = tl.load(V + first + v_tile, mask=inside_v, other=0.0)
+        if EDGES:
+            v = tl.load(V + F + first + v_tile, mask=inside_v, other=0.0) - v
+        total = rows_times(x, v, total, FORM)
+        X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
+    tile = r[:, None] * L + f[None, :]
+    if EDGES:
+        if BIAS:
+            total += tl.load(V + (own * v_row + 2 * F), mask=inside_f, other=0.0)[None, :]
+        column = f if K == 1 else f % M
+        w = tl.load(winner + row * M + (r[:, None] * M + column[None, :]), mask=inside, other=0)
+        n = row + r
+        won = ((n - n % points)[:, None] + w) * L + f[None, :]
+        total += tl.load(products + won, mask=inside, other=0.0)
+        c_tile = tile_offsets(r, c_row, column, c_column, FAR)
+        total *= tl.load(C + row * c_row + c_tile, mask=inside, other=0.0).to(number)
+        tl.store(t + row * L + tile, total, mask=inside)
+        if ATOMIC:
+            tl.atomic_add(received + won, total, mask=inside, sem="relaxed")
+    else:
+        tl.store(products + row * L + tile, total, mask=inside)
+
+
+@triton.jit
+def receive(t, order, start, n, f, column, inside, points, L, M, number: tl.constexpr):
+    """The sum of t over the edges that come in at each point, in the order of the points they come from."""
+    cloud = n // points
+    where = (n + cloud)[:, None] * M + column[None, :]
+    first = tl.load(start + where, mask=inside, other=0)
+    count = tl.load(start + where + M, mask=inside, other=0) - first
+    origin = (cloud * points)[:, None]
+    edges = order + (origin + first) * M + column[None, :]
+    total = tl.zeros(inside.shape, number)
+    longest = tl.max(tl.max(count, 1), 0)
+    step = 0
+    while step < longest:
+        present = inside & (step < count)
+        i = tl.load(edges, mask=present, other=0)
+        total += tl.load(t + (origin + i) * L + f[None, :], mask=present, other=0.0)
+        edges += M
+        step += 1
+    return total
+
+
+@triton.jit
+def edge_sums_kernel(
+    X,  # (R, F)
+    t,  # (R, L)
+    received,  # (R, L), if ATOMIC
+    order,  # (R, M), int32
+    start,  # (R + clouds, M), int32
+    out,  # (slices, L, 2 F (+ 1))
+    R,
+    F,
+    L,
+    M,
+    points,
+    x_row,
+    x_column,
+    rows_per_slice,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    FORM: tl.constexpr,
+    FAR: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """[(received - t)^T X, t^T X, sum t] for a block of filters, a block of features and a slice of the points."""
+    number = out.dtype.element_ty
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    f = tl.program_id(1) * BM + tl.arange(0, BM)
+    slice_index = tl.program_id(2).to(tl.int64)
+    first = slice_index * rows_per_slice
+    last = tl.minimum(first + rows_per_slice, R)
+    r = tl.arange(0, BN)
+    inside_d, inside_f = d < F, f < L
+    column = f if K == 1 else f % M
+    x_tile = tile_offsets(r, x_row, d, x_column, FAR)
+    tile = r[:, None] * L + f[None, :]
+    a, b = tl.zeros((BM, BD), number), tl.zeros((BM, BD), number)
+    bias_total = tl.zeros((BM,), number)
+    for begin in range(first, last, BN):
+        inside_n = r < last - begin
+        inside = inside_n[:, None] & inside_f[None, :]
+        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
+        sent = tl.load(t + begin * L + tile, mask=inside, other=0.0)
+        if ATOMIC:
+            got = tl.load(received + begin * L + tile, mask=inside, other=0.0)
+        else:
+            got = receive(t, order, start, begin + r.to(tl.int64), f, column, inside, points, L, M, number)
+        a = times_rows(tl.trans(got - sent), x, a, FORM)
+        b = times_rows(tl.trans(sent), x, b, FORM)
+        if BIAS:
+            bias_total += tl.sum(sent, 0)
+    f = f.to(tl.int64)
+    rows = out + (slice_index * L + f) * (2 * F + BIAS)
+    inside_out = inside_f[:, None] & inside_d[None, :]
+    tl.store(rows[:, None] + d[None, :], a, mask=inside_out)
+    tl.store(rows[:, None] + F + d[None, :], b, mask=inside_out)
+    if BIAS:
+        tl.store(rows + 2 * F, bias_total, mask=inside_f & (tl.program_id(0) == 0))
+
+
+# (vendor, arithmetic) -> configurations of the products and of the sums, the default pair first.
+CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
+    ("nvidia", "fp32"): (
+        (Config(64, 64, 16, 8, 3), Config(32, 32, 64, 8, 2)),
+        (Config(64, 32, 32, 4, 2), Config(32, 64, 64, 8, 2)),
+    ),
+    ("nvidia", "tensor"): (
+        (Config(64, 64, 32, 8, 3), Config(32, 64, 64, 8, 2)),
+        (Config(128, 64, 32, 8, 3), Config(32, 32, 64, 4, 2)),
+    ),
+    ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 2), Config(16, 16, 32, 4, 2)),),
+    ("amd", "fp32"): (
+        (Config(64, 64, 32, 4, 2), Config(32, 32, 64, 4, 2)),
+        (Config(32, 64, 32, 4, 2), Config(32, 64, 64, 4, 2)),
+    ),
+    ("amd", "tensor"): (
+        (Config(64, 64, 32, 4, 2), Config(32, 64, 64, 4, 2)),
+        (Config(32, 64, 32, 4, 2), Config(32, 32, 64, 4, 2)),
+    ),
+    ("amd", "fp64"): ((Config(32, 32, 16, 4, 2), Config(16, 16, 32, 4, 2)),),
+    ("interpreter", "fp64"): ((Config(128, 64, 128, 1, 1), Config(128, 64, 128, 1, 1)),) * 2,
+}
+CONFIGS["interpreter", "fp32"] = CONFIGS["interpreter", "tensor"] = CONFIGS["interpreter", "fp64"]
+
+
+def configs(device: Device, form: str, stored: torch.dtype) -> list[tuple[Config, Config]]:
+    """Return the pairs of configurations that fit the device, the default one first."""
+    table = CONFIGS[device.vendor, launch.arithmetic(form, stored)]
+    return [pair for pair in table if all(_fits(config, device, form, stored) for config in pair)]
+
+
+def _fits(config: Config, device: Device, form: str, stored: torch.dtype) -> bool:
+    size, number = stored.itemsize, max(4, stored.itemsize)
+    rows, filters, depth = config.rows, config.filters, config.depth
+    copies = [max(rows * filters * number, depth * (rows + filters) * number)]
+    return launch.fits(device, copies, [rows * depth * size, filters * max(depth, rows) * number], config.stages)
+
+
+def edgeconv_matvec(X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    """Return S v for EdgeConv filters: see `s3d_fast.reference.edgeconv_matvec`."""
+    (clouds, points, F), M, options = X.shape, C.shape[2], current()
+    vectors = V.reshape(-1, V.shape[-1]).contiguous()
+    L, R = len(vectors), clouds * points
+    if L == 0 or R == 0:
+        return torch.zeros_like(V)
+    form, device = product_form(X.dtype, options.arithmetic), describe(X.device)
+    rows, coefficients = X.reshape(R, F), C.reshape(R, M)
+    far = launch.is_far((256, F), rows.stride()) or launch.is_far((256, M), coefficients.stride())
+
+    def run(pair: tuple[Config, Config]) -> Tensor:
+        product, sums = pair
+        products, t = vectors.new_empty(2, R, L)
+        received = vectors.new_zeros(R, L) if options.atomic else t
+        grid = (triton.cdiv(L, product.filters), triton.cdiv(R, product.rows))
+        for is_second in (False, True):
+            point_products_kernel[grid](
+                rows, vectors, products, coefficients, incoming.winner, t, received,
+                R, F, L, M, points, *rows.stride(), *coefficients.stride(), vectors.stride(0),
+                EDGES=is_second, K=L // M, BIAS=bias, ATOMIC=options.atomic, FORM=form, FAR=far,
+                BN=product.rows, BM=product.filters, BK=product.depth, **product.compile_options,
+            )  # fmt: skip
+        tiles = (triton.cdiv(F, sums.depth), triton.cdiv(L, sums.filters))
+        per_slice, slices = launch.share_rows(R, tiles[0] * tiles[1], sums.rows, device)
+        out = torch.empty_like(vectors.expand(slices, -1, -1))
+        edge_sums_kernel[(*tiles, slices)](
+            rows, t, received, incoming.order, incoming.start, out, R, F, L, M, points, *rows.stride(), per_slice,
+            K=L // M, BIAS=bias, ATOMIC=options.atomic, FORM=form, FAR=far,
+            BN=sums.rows, BM=sums.filters, BD=sums.depth, **sums.compile_options,
+        )  # fmt: skip
+        return launch.sum_slices(out)
+
+    with launch.on_device(X):
+        key = ("edgeconv", X.device, X.dtype, form, F, L, R.bit_length())
+        return run(launch.choose(key, configs(device, form, X.dtype), run)).view(V.shape)

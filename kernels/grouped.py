@@ -1,0 +1,293 @@
+"""S v of a list of layers in one launch: programs stay and take tiles of all layers in turn, from a table.
+
+A tile is a block of filters and a slice of the rows of one layer, done as in `pointwise`; a second launch adds up the
+slices of all layers, in their order. Layers share a launch that agree in dtype, vectors per filter, bias and alignment;
+those of more than 256 inputs, whose single launches fill a GPU, go through `pointwise_wide` one by one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s3d_fast.kernels import launch, pointwise, pointwise_wide
+from s3d_fast.kernels.device import Device, describe
+from s3d_fast.kernels.launch import Config
+from s3d_fast.kernels.pointwise import WIDEST, fused_rows, store_sums
+from s3d_fast.kernels.products import DTYPES, product_form
+from s3d_fast.triton_options import current
+
+WIDTHS = (16, 32, 64, 128, 256)
+# Rows farther apart than this leave 32 bits inside a tile.
+FARTHEST = 2**23
+# A layer is one row of the table.
+FIELDS = (
+    "X", "C", "V", "N", "D", "F", "M", "x_row", "c_row", "width", "blocks", "rows_per_slice", "slices", "first_tile",
+    "partial", "out", "first_sum",
+)  # fmt: skip
+(X_, C_, V_, N_, D_, F_, M_, X_ROW, C_ROW, WIDTH, BLOCKS, PER_SLICE, SLICES, FIRST_TILE, PARTIAL, OUT, FIRST_SUM) = (
+    tl.constexpr(i) for i in range(len(FIELDS))
+)
+ROW = tl.constexpr(len(FIELDS))
+
+
+@triton.jit
+def layer_of(table, index, layers, COLUMN: tl.constexpr, LAYERS: tl.constexpr):
+    """The row of the table that work item `index` belongs to; COLUMN holds the first item of each layer."""
+    i = tl.arange(0, LAYERS)
+    first = tl.load(table + i * ROW + COLUMN, mask=i < layers, other=index + 1)
+    return table + (tl.sum((first <= index).to(tl.int32), 0) - 1) * ROW
+
+
+@triton.jit
+def grouped_kernel(
+    table,  # (layers, ROW), int64
+    partial,  # the sums of every slice of every layer, one after the other
+    layers,
+    tiles,
+    ROWS: tl.constexpr,  # the type of X and C
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether pointers, sizes and strides are multiples of 16
+    FORM: tl.constexpr,
+    LAYERS: tl.constexpr,
+    PRESENT: tl.constexpr,  # bit i: there are layers of the i-th width
+    TILES: tl.constexpr,  # rows and filters of a tile, by width
+):
+    """((X V^T) * C)^T X for tiles of many layers."""
+    number = partial.dtype.element_ty
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = layer_of(table, tile, layers, FIRST_TILE, LAYERS)
+        X = tl.load(row + X_).to(tl.pointer_type(ROWS))
+        C = tl.load(row + C_).to(tl.pointer_type(ROWS))
+        V = tl.load(row + V_).to(tl.pointer_type(number))
+        D = tl.load(row + D_).to(tl.int32)
+        F = tl.load(row + F_).to(tl.int32)
+        M = tl.load(row + M_).to(tl.int32)
+        x_row = tl.load(row + X_ROW).to(tl.int32)
+        c_row = tl.load(row + C_ROW).to(tl.int32)
+        if ALIGNED:
+            X, C, V = tl.multiple_of(X, 16), tl.multiple_of(C, 16), tl.multiple_of(V, 16)
+            D, F, M = tl.multiple_of(D, 16), tl.multiple_of(F, 16), tl.multiple_of(M, 16)
+            x_row, c_row = tl.multiple_of(x_row, 16), tl.multiple_of(c_row, 16)
+        local = tile - tl.load(row + FIRST_TILE).to(tl.int32)
+        blocks = tl.load(row + BLOCKS).to(tl.int32)
+        slice_index = (local // blocks).to(tl.int64)
+        first = slice_index * tl.load(row + PER_SLICE)
+        last = tl.minimum(first + tl.load(row + PER_SLICE), tl.load(row + N_))
+        out = partial + tl.load(row + PARTIAL) + slice_index * F * (D + BIAS)
+        width = tl.load(row + WIDTH).to(tl.int32)
+        for i in tl.static_range(5):
+            # The first is known when this is compiled, the second is not.
+            if (PRESENT >> i) % 2 == 1:  # noqa: SIM102
+                if width == i:
+                    BN: tl.constexpr = TILES[2 * i]
+                    BM: tl.constexpr = TILES[2 * i + 1]
+                    BD: tl.constexpr = 16 << i
+                    first_filter = (local % blocks) * BM
+                    total, bias_total = fused_rows(
+                        X, C, V, first, last, first_filter, D, F, M, x_row, 1, c_row, 1, D + BIAS,
+                        K, BIAS, FORM, False, BN, BM, BD,
+                    )  # fmt: skip
+                    store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
+
+
+@triton.jit
+def sum_layers_kernel(table, partial, out, layers, BIAS: tl.constexpr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = the sum over the slices of each layer, in their order."""
+    row = layer_of(table, tl.program_id(0), layers, FIRST_SUM, LAYERS)
+    size = tl.load(row + F_) * (tl.load(row + D_) + BIAS)
+    i = (tl.program_id(0) - tl.load(row + FIRST_SUM)) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    where = partial + tl.load(row + PARTIAL) + i
+    total = tl.zeros((BLOCK,), out.dtype.element_ty)
+    for _ in range(tl.load(row + SLICES)):
+        total += tl.load(where, mask=inside, other=0.0)
+        where += size
+    tl.store(out + tl.load(row + OUT) + i, total, mask=inside)
+
+
+class Layer(NamedTuple):
+    """The arguments of one `splitting_matvec`."""
+
+    X: Tensor
+    C: Tensor
+    V: Tensor
+    bias: bool
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """How the grouped kernel is compiled: rows and filters of a tile for each of WIDTHS."""
+
+    tiles: tuple[tuple[int, int], ...]
+    warps: int
+    stages: int
+    per_processor: int  # programs that stay on one processor
+
+
+# (vendor, arithmetic, aligned) -> configurations, the default first. Code for every width that occurs is part of one
+# kernel, which needs as many registers as the widest: its tiles are smaller than those of `pointwise`, and smaller
+# still where nothing is known of alignment and every entry of a tile has an address of its own.
+CONFIGS: dict[tuple[str, str, bool], tuple[GroupedConfig, ...]] = {
+    ("nvidia", "fp32", True): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 2, 1),),
+    ("nvidia", "fp32", False): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 2, 1),),
+    ("nvidia", "tensor", True): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (16, 32)), 8, 2, 1),),
+    ("nvidia", "tensor", False): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 2, 1),),
+    ("amd", "fp32", True): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
+    ("amd", "fp32", False): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
+    ("amd", "tensor", True): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
+    ("amd", "tensor", False): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
+}
+for _aligned in (False, True):
+    CONFIGS["nvidia", "fp64", _aligned] = (GroupedConfig(((16, 16),) * 5, 8, 2, 1),)
+    CONFIGS["amd", "fp64", _aligned] = (GroupedConfig(((16, 16),) * 5, 4, 2, 1),)
+    for _arithmetic in ("fp32", "tensor", "fp64"):
+        CONFIGS["interpreter", _arithmetic, _aligned] = (
+            GroupedConfig(((128, 64),) * 5, 1, 1, 1),
+            GroupedConfig(((64, 32),) * 5, 1, 1, 2),
+        )
+
+
+def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) -> list[GroupedConfig]:
+    """Return the configurations that fit the device, the default one first."""
+    table = CONFIGS[device.vendor, launch.arithmetic(form, stored), is_aligned]
+    return [
+        config
+        for config in table
+        if all(
+            pointwise.fits(Config(rows, filters, width, config.warps, config.stages), device, stored)
+            for width, (rows, filters) in zip(WIDTHS, config.tiles, strict=True)
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A table on the device, and what a launch needs to know of it."""
+
+    table: Tensor
+    tiles: int
+    sums: int
+    partial_size: int
+    out_offsets: list[int]
+    out_size: int
+    present: int
+
+
+# Pointers, shapes and strides determine a table, which can therefore be used again: by every step of a solver.
+_PLANS: OrderedDict[Hashable, Plan] = OrderedDict()
+MOST_PLANS = 64
+
+
+def splitting_matvec_grouped(layers: Sequence[Layer]) -> list[Tensor]:
+    """Return S v for every layer."""
+    results: list[Tensor | None] = [None] * len(layers)
+    groups: dict[Hashable, list[int]] = {}
+    for index, layer in enumerate(layers):
+        X, C, V, bias = layer
+        if V.numel() == 0 or len(X) == 0:
+            results[index] = torch.zeros_like(V)
+        elif X.shape[1] > WIDEST:
+            results[index] = pointwise_wide.splitting_matvec(*layer)
+        elif X.stride(1) != 1 or C.stride(1) != 1 or max(X.stride(0), C.stride(0)) >= FARTHEST:
+            results[index] = pointwise.splitting_matvec(*layer)
+        else:
+            one_each = V.numel() == V.shape[-1] * C.shape[1]
+            groups.setdefault((X.device, X.dtype, one_each, bias, _are_aligned(layer)), []).append(index)
+    for members in groups.values():
+        for index, result in zip(members, _run([layers[i] for i in members]), strict=True):
+            results[index] = result
+    return [result for result in results if result is not None]
+
+
+def _are_aligned(layer: Layer) -> bool:
+    addresses = (layer.X.data_ptr(), layer.C.data_ptr(), layer.V.data_ptr())
+    sizes = (layer.X.shape[1], layer.C.shape[1], layer.X.stride(0), layer.C.stride(0))
+    return all(number % 16 == 0 for number in addresses + sizes)
+
+
+def _run(layers: Sequence[Layer]) -> list[Tensor]:
+    first = layers[0]
+    vectors = [layer.V.contiguous() for layer in layers]
+    device, stored, number = describe(first.X.device), first.X.dtype, first.V.dtype
+    form = product_form(stored, current().arithmetic)
+    shapes = [
+        (*layer.X.shape, layer.C.shape[1], V.numel() // V.shape[-1]) for layer, V in zip(layers, vectors, strict=True)
+    ]
+    one_each, is_aligned = shapes[0][2] == shapes[0][3], _are_aligned(first)
+    LAYERS = triton.next_power_of_2(len(layers))
+
+    def run(config: GroupedConfig) -> list[Tensor]:
+        plan = _plan(layers, vectors, config, device)
+        partial = first.X.new_empty(plan.partial_size, dtype=number)
+        out = first.X.new_empty(plan.out_size, dtype=number)
+        grouped_kernel[(min(plan.tiles, config.per_processor * device.processors),)](
+            plan.table, partial, len(layers), plan.tiles,
+            ROWS=DTYPES[stored], K=1 if one_each else 2, BIAS=first.bias, ALIGNED=is_aligned, FORM=form, LAYERS=LAYERS,
+            PRESENT=plan.present, TILES=sum(config.tiles, ()), num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+        sum_layers_kernel[(plan.sums,)](
+            plan.table, partial, out, len(layers), BIAS=first.bias, LAYERS=LAYERS, BLOCK=launch.SUM_BLOCK,
+            num_warps=launch.SUM_WARPS,
+        )  # fmt: skip
+        return [out[offset:][: V.numel()].view(V.shape) for offset, V in zip(plan.out_offsets, vectors, strict=True)]
+
+    with launch.on_device(first.X):
+        key = ("grouped", first.X.device, stored, form, is_aligned, tuple(shapes))
+        return run(launch.choose(key, configs(device, form, stored, is_aligned), run))
+
+
+def _plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Plan:
+    identities = (_identity(layer, V) for layer, V in zip(layers, vectors, strict=True))
+    key = (config, layers[0].X.device, layers[0].X.dtype, *identities)
+    if key in _PLANS:
+        _PLANS.move_to_end(key)
+        return _PLANS[key]
+    _PLANS[key] = _make_plan(layers, vectors, config, device)
+    if len(_PLANS) > MOST_PLANS:
+        _PLANS.popitem(last=False)
+    return _PLANS[key]
+
+
+def _identity(layer: Layer, V: Tensor) -> Hashable:
+    X, C = layer.X, layer.C
+    return X.data_ptr(), C.data_ptr(), V.data_ptr(), X.shape, C.shape[1], V.shape, X.stride(0), C.stride(0)
+
+
+def _make_plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Plan:
+    widths = [WIDTHS.index(launch.power_of_two(layer.X.shape[1], WIDTHS[0], WIDTHS[-1])) for layer in layers]
+    blocks = [
+        triton.cdiv(V.numel() // V.shape[-1], config.tiles[width][1]) for V, width in zip(vectors, widths, strict=True)
+    ]
+    # Tiles of about equal work, four for each program: a row of a tile costs rows x width x filters multiplications.
+    costs = [WIDTHS[width] * config.tiles[width][1] for width in widths]
+    work = sum(len(layer.X) * n * cost for layer, n, cost in zip(layers, blocks, costs, strict=True))
+    per_tile = work / (4 * config.per_processor * device.processors)
+    rows = []
+    tiles = sums = partial = out = 0
+    offsets = []
+    for layer, V, width, n_blocks, cost in zip(layers, vectors, widths, blocks, costs, strict=True):
+        (N, D), M, size = layer.X.shape, layer.C.shape[1], V.numel()
+        block = config.tiles[width][0]
+        per_slice = min(max(4, triton.cdiv(int(per_tile / cost), block)), triton.cdiv(N, block)) * block
+        slices = triton.cdiv(N, per_slice)
+        addresses = [layer.X.data_ptr(), layer.C.data_ptr(), V.data_ptr()]
+        sizes = [N, D, size // V.shape[-1], M, layer.X.stride(0), layer.C.stride(0)]
+        rows.append([*addresses, *sizes, width, n_blocks, per_slice, slices, tiles, partial, out, sums])
+        offsets.append(out)
+        tiles += n_blocks * slices
+        sums += triton.cdiv(size, launch.SUM_BLOCK)
+        partial += slices * size
+        out += size
+    table = torch.tensor(rows, dtype=torch.int64)
+    if layers[0].X.is_cuda:
+        table = table.pin_memory().to(layers[0].X.device, non_blocking=True)
+    return Plan(table, tiles, sums, partial, offsets, out, sum({1 << width for width in widths}))

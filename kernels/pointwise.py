@@ -1,0 +1,259 @@
+"""S v of a layer with up to 256 inputs, in one launch: the (N, M) product exists only tile by tile, on chip."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s3d_fast.kernels import launch
+from s3d_fast.kernels.device import Device, describe
+from s3d_fast.kernels.launch import Config, tile_offsets
+from s3d_fast.kernels.products import product_form, rows_times, times_rows
+from s3d_fast.triton_options import current
+
+# The widest row whose products a program keeps in registers.
+WIDEST = 256
+
+
+@triton.jit
+def fused_rows(
+    X,
+    C,
+    V,
+    first,
+    last,  # the rows of this program, int64
+    first_filter,
+    D,
+    F,
+    M,
+    x_row,
+    x_column,
+    c_row,
+    c_column,
+    v_row,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    FORM: tl.constexpr,
+    FAR: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """((X V^T) * C)^T X over the rows [first, last): the sums (BM, BD), and those of the bias (BM,)."""
+    number = V.dtype.element_ty
+    r, d, own = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BM)
+    f = first_filter + own
+    inside_f, inside_d = f < F, d < D
+    V += first_filter.to(tl.int64) * v_row
+    v = tl.load(V + (own[None, :] * v_row + d[:, None]), mask=inside_d[:, None] & inside_f[None, :], other=0.0)
+    if BIAS:
+        b = tl.load(V + (own * v_row + D), mask=inside_f, other=0.0)
+    # K vectors per filter are K M filters with M columns of coefficients.
+    column = f if K == 1 else f % M
+    x_tile = tile_offsets(r, x_row, d, x_column, FAR)
+    c_tile = tile_offsets(r, c_row, column, c_column, FAR)
+    total = tl.zeros((BM, BD), number)
+    bias_total = tl.zeros((BM,), number)
+    for begin in range(first, last, BN):
+        inside_n = r < last - begin
+        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
+        c = tl.load(C + begin * c_row + c_tile, mask=inside_n[:, None] & inside_f[None, :], other=0.0)
+        u = rows_times(x, v, tl.zeros((BN, BM), number), FORM)
+        if BIAS:
+            u += b[None, :]
+        u *= c.to(number)
+        total = times_rows(tl.trans(u), x, total, FORM)
+        if BIAS:
+            bias_total += tl.sum(u, 0)
+    return total, bias_total
+
+
+@triton.jit
+def store_sums(
+    out,
+    total,
+    bias_total,
+    first_filter,
+    D,
+    F,
+    BIAS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+):  # out: (F, D), or (F, D + 1) with bias
+    """Write the sums of one program, or add them to what is there."""
+    d = tl.arange(0, BD)
+    f = first_filter + tl.arange(0, BM)
+    rows = out + f.to(tl.int64) * (D + BIAS)
+    inside_f = f < F
+    inside = inside_f[:, None] & (d < D)[None, :]
+    if ATOMIC:
+        tl.atomic_add(rows[:, None] + d[None, :], total, mask=inside, sem="relaxed")
+        if BIAS:
+            tl.atomic_add(rows + D, bias_total, mask=inside_f, sem="relaxed")
+    else:
+        tl.store(rows[:, None] + d[None, :], total, mask=inside)
+        if BIAS:
+            tl.store(rows + D, bias_total, mask=inside_f)
+
+
+@triton.jit
+def fused_kernel(
+    X,  # (N, D)
+    C,  # (N, M)
+    V,  # (F, D), or (F, D + 1) with bias; F = K M
+    out,  # (slices, F, D (+ 1)); (F, D (+ 1)), zero at first, if ATOMIC
+    N,
+    D,
+    F,
+    M,
+    x_row,
+    x_column,
+    c_row,
+    c_column,
+    v_row,
+    rows_per_slice,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    FORM: tl.constexpr,
+    FAR: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """((X V^T) * C)^T X for a block of filters and a slice of the rows."""
+    first_filter = tl.program_id(0) * BM
+    slice_index = tl.program_id(1).to(tl.int64)
+    first = slice_index * rows_per_slice
+    last = tl.minimum(first + rows_per_slice, N)
+    total, bias_total = fused_rows(
+        X,
+        C,
+        V,
+        first,
+        last,
+        first_filter,
+        D,
+        F,
+        M,
+        x_row,
+        x_column,
+        c_row,
+        c_column,
+        v_row,
+        K,
+        BIAS,
+        FORM,
+        FAR,
+        BN,
+        BM,
+        BD,
+    )
+    if not ATOMIC:
+        out += slice_index * F * (D + BIAS)
+    store_sums(out, total, bias_total, first_filter, D, F, BIAS, ATOMIC, BM, BD)
+
+
+# (vendor, arithmetic) -> rows, filters, warps and stages by width, the default first. A tile of an IEEE product is
+# small: each of its multiplications is an instruction of its own, with operands in registers. AMD's four warps have
+# 512 registers for each thread; eight would have half of them.
+CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int], ...]]] = {
+    ("nvidia", "fp32"): {
+        16: ((32, 64, 4, 2), (16, 128, 8, 2)),
+        32: ((32, 64, 8, 2), (16, 128, 8, 2)),
+        64: ((32, 64, 8, 2), (16, 128, 8, 2), (16, 64, 8, 3)),
+        128: ((16, 64, 8, 2), (32, 32, 8, 2)),
+        256: ((16, 32, 8, 3), (16, 64, 8, 2), (16, 16, 8, 3)),
+    },
+    ("nvidia", "tensor"): {
+        16: ((32, 64, 4, 3), (64, 64, 4, 2)),
+        32: ((64, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2)),
+        64: ((32, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        128: ((32, 64, 8, 2), (64, 64, 8, 2), (32, 32, 4, 3)),
+        256: ((32, 32, 8, 2), (16, 32, 8, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
+    },
+    ("amd", "fp32"): {
+        16: ((32, 64, 4, 2), (32, 128, 4, 2)),
+        32: ((32, 64, 4, 2), (64, 64, 4, 2)),
+        64: ((32, 64, 4, 2), (16, 64, 4, 2)),
+        128: ((32, 32, 4, 2), (16, 64, 4, 2)),
+        256: ((16, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2)),
+    },
+    ("nvidia", "fp64"): {
+        16: ((16, 32, 4, 2),),
+        32: ((16, 32, 4, 2),),
+        64: ((16, 32, 4, 2),),
+        128: ((16, 16, 8, 2),),
+        256: ((16, 16, 8, 2),),
+    },
+}
+CONFIGS["amd", "tensor"] = CONFIGS["amd", "fp32"]
+CONFIGS["amd", "fp64"] = {width: ((16, 16, 4, 2),) for width in (16, 32, 64, 128, 256)}
+
+
+def configs(device: Device, form: str, stored: torch.dtype, width: int, filters: int) -> list[Config]:
+    """Return the configurations for a layer that fit the device, the default one first."""
+    if device.vendor == "interpreter":
+        return [Config(128, 64, width, 1, 1).for_filters(filters), Config(64, 32, width, 1, 1).for_filters(filters)]
+    table = CONFIGS[device.vendor, launch.arithmetic(form, stored)][width]
+    candidates = [
+        Config(rows, block, width, warps, stages).for_filters(filters) for rows, block, warps, stages in table
+    ]
+    return [config for config in dict.fromkeys(candidates) if fits(config, device, stored)]
+
+
+def fits(config: Config, device: Device, stored: torch.dtype) -> bool:
+    """Return whether a program's tiles fit in shared memory; depth is the width."""
+    BN, BM, BD, size = config.rows, config.filters, config.depth, stored.itemsize
+    # The vectors, and the product on its way to being an operand; float16 rows also as TF32.
+    tiles = [BM * BD * max(size, 4), 2 * BN * BM * max(size, 4), BN * BD * 4 * (stored == torch.float16)]
+    return launch.fits(device, tiles, [BN * BD * size, BN * BM * size], config.stages)
+
+
+def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    """Return S v for a layer of at most WIDEST inputs: see `s3d_fast.reference.splitting_matvec`."""
+    (N, D), M, options = X.shape, C.shape[1], current()
+    vectors = V.reshape(-1, V.shape[-1]).contiguous()
+    F = len(vectors)
+    if F == 0 or N == 0:
+        return torch.zeros_like(V)
+    form, device = product_form(X.dtype, options.arithmetic), describe(X.device)
+    width = launch.power_of_two(D, 16, WIDEST)
+
+    def run(config: Config) -> Tensor:
+        blocks = triton.cdiv(F, config.filters)
+        per_slice, slices = launch.share_rows(N, blocks, config.rows, device)
+        atomic = options.atomic and slices > 1
+        out = torch.zeros_like(vectors) if atomic else torch.empty_like(vectors.expand(slices, -1, -1))
+        fused_kernel[(blocks, slices)](
+            X,
+            C,
+            vectors,
+            out,
+            N,
+            D,
+            F,
+            M,
+            *X.stride(),
+            *C.stride(),
+            vectors.stride(0),
+            per_slice,
+            K=F // M,
+            BIAS=bias,
+            ATOMIC=atomic,
+            FORM=form,
+            FAR=launch.is_far((config.rows, width), X.stride()) or launch.is_far((config.rows, M), C.stride()),
+            BN=config.rows,
+            BM=config.filters,
+            BD=width,
+            **config.compile_options,
+        )
+        return out if atomic else launch.sum_slices(out)
+
+    with launch.on_device(X):
+        key = ("pointwise", X.device, X.dtype, form, width, F, N.bit_length())
+        config = launch.choose(key, configs(device, form, X.dtype, width, F), run)
+        return run(config).view(V.shape)

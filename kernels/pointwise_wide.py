@@ -1,0 +1,237 @@
+"""S v of a layer with any number of inputs, in two launches for a chunk of rows: U = (X V^T) * C, then U^T X.
+
+The product U (chunk, F) goes through memory in the precision of the rows: float32 rows as it is; bfloat16 rows in two
+planes, the leading part and the remainder, which the second launch feeds to tensor cores as they are; 16-bit rows at
+precision "medium" in one plane. Otherwise it is float32 for float16 rows, whose range a product of two can leave.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s3d_fast.kernels import launch
+from s3d_fast.kernels.device import Device, describe
+from s3d_fast.kernels.launch import Config, tile_offsets
+from s3d_fast.kernels.products import dot, exact_part, product_form, rows_times, times_rows
+from s3d_fast.triton_options import current
+
+
+@triton.jit
+def project_kernel(
+    X,  # (N, D)
+    C,  # (N, M)
+    V,  # (F, D (+ 1))
+    U,  # (planes, chunk, F)
+    begin,
+    end,  # the rows of this chunk
+    D,
+    F,
+    M,
+    x_row,
+    x_column,
+    c_row,
+    c_column,
+    v_row,
+    plane,  # entries of a plane of U
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    FORM: tl.constexpr,
+    FAR: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """U = (X V^T) * C for a chunk of rows."""
+    number = V.dtype.element_ty
+    # Neighbouring programs take the same rows: X is read from memory once, and V, which is small, from cache.
+    own = tl.arange(0, BM)
+    f = tl.program_id(0) * BM + own
+    V += tl.program_id(0).to(tl.int64) * BM * v_row
+    row = tl.program_id(1).to(tl.int64) * BN
+    r, k = tl.arange(0, BN), tl.arange(0, BK)
+    inside_n, inside_f = r < end - begin - row, f < F
+    x_tile = tile_offsets(r, x_row, k, x_column, FAR)
+    v_tile = own[None, :] * v_row + k[:, None]
+    X += (begin + row) * x_row
+    u = tl.zeros((BN, BM), number)
+    for first in range(0, D, BK):
+        inside_d = k < D - first
+        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
+        v = tl.load(V + first + v_tile, mask=inside_d[:, None] & inside_f[None, :], other=0.0)
+        u = rows_times(x, v, u, FORM)
+        X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
+    if BIAS:
+        u += tl.load(V + (own * v_row + D), mask=inside_f, other=0.0)[None, :]
+    column = f if K == 1 else f % M
+    inside = inside_n[:, None] & inside_f[None, :]
+    c_tile = tile_offsets(r, c_row, column, c_column, FAR)
+    u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(number)
+    where = U + row * F + (r[:, None] * F + f[None, :])
+    if FORM == "split" and U.dtype.element_ty == tl.bfloat16:
+        high = exact_part(u, tl.bfloat16)
+        tl.store(where, high, mask=inside)
+        tl.store(where + plane, (u - high.to(tl.float32)).to(tl.bfloat16), mask=inside)
+    else:
+        tl.store(where, u.to(U.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def accumulate_kernel(
+    X,  # (N, D)
+    U,  # (planes, chunk, F)
+    out,  # (slices, F, D (+ 1))
+    begin,
+    end,  # the rows of this chunk
+    D,
+    F,
+    x_row,
+    x_column,
+    plane,
+    rows_per_slice,
+    fresh,  # whether what is in `out` is to be forgotten
+    BIAS: tl.constexpr,
+    FORM: tl.constexpr,
+    FAR: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """out[slice] (+)= U^T X over the slice's part of a chunk of rows."""
+    number = out.dtype.element_ty
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    f = tl.program_id(1) * BM + tl.arange(0, BM)
+    slice_index = tl.program_id(2).to(tl.int64)
+    row = slice_index * rows_per_slice
+    rows = tl.minimum(row + rows_per_slice, end - begin) - row
+    r = tl.arange(0, BK)
+    inside_f, inside_d = f < F, d < D
+    out += slice_index * F * (D + BIAS)
+    where = out + f.to(tl.int64)[:, None] * (D + BIAS) + d[None, :]
+    inside = inside_f[:, None] & inside_d[None, :]
+    total = tl.load(where, mask=inside & (fresh == 0), other=0.0)
+    bias_total = tl.zeros((BM,), number)
+    x_tile = tile_offsets(r, x_row, d, x_column, FAR)
+    u_tile = r[None, :] * F + f[:, None]
+    X += (begin + row) * x_row
+    U += row * F
+    for first in range(0, rows, BK):
+        inside_n = r < rows - first
+        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
+        inside_u = inside_f[:, None] & inside_n[None, :]
+        u = tl.load(U + u_tile, mask=inside_u, other=0.0)
+        if FORM == "split" and U.dtype.element_ty == tl.bfloat16:
+            low = tl.load(U + plane + u_tile, mask=inside_u, other=0.0)
+            total = dot(u, x, dot(low, x, total, "tf32"), "tf32")
+            if BIAS:
+                bias_total += tl.sum(u.to(number) + low.to(number), 1)
+        else:
+            total = times_rows(u.to(number), x, total, FORM)
+            if BIAS:
+                bias_total += tl.sum(u.to(number), 1)
+        X += (tl.full((), BK, tl.int64) if FAR else BK) * x_row
+        U += BK * F
+    tl.store(where, total, mask=inside)
+    if BIAS:
+        # One of the programs along d writes the sums that all of them have.
+        bias_where, writes = out + f.to(tl.int64) * (D + 1) + D, inside_f & (tl.program_id(0) == 0)
+        bias_total += tl.load(bias_where, mask=writes & (fresh == 0), other=0.0)
+        tl.store(bias_where, bias_total, mask=writes)
+
+
+# (vendor, arithmetic) -> configurations of the two kernels, the default pair first. The second has columns of X for
+# rows, and rows for depth.
+CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
+    ("nvidia", "fp32"): (
+        (Config(128, 64, 16, 8, 2), Config(128, 64, 16, 8, 3)),
+        (Config(64, 64, 16, 4, 3), Config(64, 64, 16, 8, 3)),
+    ),
+    ("nvidia", "tensor"): (
+        (Config(128, 64, 32, 8, 3), Config(128, 64, 32, 8, 3)),
+        (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),
+        (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 4, 3)),
+    ),
+    ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 2), Config(32, 32, 16, 4, 2)),),
+    ("amd", "fp32"): (
+        (Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),
+        (Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),
+    ),
+    ("amd", "tensor"): (
+        (Config(128, 64, 64, 4, 2), Config(128, 128, 32, 4, 2)),
+        (Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),
+    ),
+    ("amd", "fp64"): ((Config(32, 32, 16, 4, 2), Config(32, 32, 16, 4, 2)),),
+    ("interpreter", "fp64"): ((Config(128, 64, 128, 1, 1), Config(128, 64, 128, 1, 1)),) * 2,
+}
+CONFIGS["interpreter", "fp32"] = CONFIGS["interpreter", "tensor"] = CONFIGS["interpreter", "fp64"]
+
+
+# In place of the above where sizes or strides are not multiples of 16: every entry has an address of its own then.
+UNALIGNED: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
+    ("nvidia", "tensor"): ((Config(128, 64, 32, 8, 3), Config(64, 64, 32, 8, 3)),),
+}
+
+
+def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) -> list[tuple[Config, Config]]:
+    """Return the pairs of configurations that fit the device, the default one first."""
+    key = (device.vendor, launch.arithmetic(form, stored))
+    table = CONFIGS[key] if is_aligned else UNALIGNED.get(key, CONFIGS[key])
+    return [pair for pair in table if all(_fits(config, device, form, stored) for config in pair)]
+
+
+def _fits(config: Config, device: Device, form: str, stored: torch.dtype) -> bool:
+    size, number = stored.itemsize, max(4, stored.itemsize)
+    rows, filters, depth = config.rows, config.filters, config.depth
+    # Of a factor in two parts, or widened to TF32, copies are made.
+    copies = [depth * (rows + filters) * 4] if form == "split" else [0]
+    return launch.fits(device, copies, [rows * depth * size, filters * depth * number], config.stages)
+
+
+def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
+    """Return how many planes the product of rows and vectors is stored in, and their dtype."""
+    if form == "split":
+        return (2, stored) if stored == torch.bfloat16 else (1, torch.float32)
+    return 1, stored
+
+
+def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    """Return S v for a layer of any width: see `s3d_fast.reference.splitting_matvec`."""
+    (N, D), M, options = X.shape, C.shape[1], current()
+    vectors = V.reshape(-1, V.shape[-1]).contiguous()
+    F = len(vectors)
+    if F == 0 or N == 0:
+        return torch.zeros_like(V)
+    form, device = product_form(X.dtype, options.arithmetic), describe(X.device)
+    planes, product_dtype = product_storage(form, X.dtype)
+    row_bytes = planes * product_dtype.itemsize * F
+    far = launch.is_far((256, D), X.stride()) or launch.is_far((256, M), C.stride())
+
+    def run(pair: tuple[Config, Config]) -> Tensor:
+        project, accumulate = pair
+        block = max(project.rows, accumulate.depth)
+        chunk = max(block, min(N, options.scratch_bytes // row_bytes) // block * block)
+        U = X.new_empty(planes, min(chunk, N), F, dtype=product_dtype)
+        tiles = (triton.cdiv(D, accumulate.rows), triton.cdiv(F, accumulate.filters))
+        per_slice, slices = launch.share_rows(min(chunk, N), tiles[0] * tiles[1], accumulate.depth, device)
+        out = torch.empty_like(vectors.expand(slices, -1, -1))
+        for begin in range(0, N, chunk):
+            end = min(begin + chunk, N)
+            grid = (triton.cdiv(F, project.filters), triton.cdiv(end - begin, project.rows))
+            project_kernel[grid](
+                X, C, vectors, U, begin, end, D, F, M, *X.stride(), *C.stride(), vectors.stride(0), U.stride(0),
+                K=F // M, BIAS=bias, FORM=form, FAR=far, BN=project.rows, BM=project.filters, BK=project.depth,
+                **project.compile_options,
+            )  # fmt: skip
+            accumulate_kernel[(*tiles, slices)](
+                X, U, out, begin, end, D, F, *X.stride(), U.stride(0), per_slice, int(begin == 0),
+                BIAS=bias, FORM=form, FAR=far, BM=accumulate.filters, BD=accumulate.rows, BK=accumulate.depth,
+                **accumulate.compile_options,
+            )  # fmt: skip
+        return launch.sum_slices(out)
+
+    with launch.on_device(X):
+        is_aligned = all(number % 16 == 0 for number in (D, F, M, X.stride(0), C.stride(0)))
+        key = ("pointwise_wide", X.device, X.dtype, form, is_aligned, D, F, N.bit_length())
+        return run(launch.choose(key, configs(device, form, X.dtype, is_aligned), run)).view(V.shape)

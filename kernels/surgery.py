@@ -1,0 +1,95 @@
+"""Weights after splits, each new entry written once: rows gathered, scaled and shifted, columns repeated and scaled."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s3d_fast.kernels import launch
+from s3d_fast.reference import Growth
+
+ROWS, COLUMNS, WARPS = 4, 256, 4
+
+
+@triton.jit
+def grow_kernel(
+    weight,  # (M, old_size)
+    rows,  # (M',), int64
+    row_scale,  # (M',)
+    shift,  # (R, old_size)
+    shift_rows,  # (M',), int64; -1 for none
+    columns,  # (I',), int64
+    column_scale,  # (I',)
+    shift_scale,  # (1,)
+    out,  # (M', new_size)
+    new_rows,
+    old_size,
+    new_size,
+    inner,  # entries of one column
+    ROW_SCALE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SHIFT_ROWS: tl.constexpr,
+    REPEAT: tl.constexpr,  # whether columns are given
+    COLUMN_SCALE: tl.constexpr,
+    NUMBER: tl.constexpr,  # the type of the arithmetic
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """out = (row_scale * weight[rows] + shift_scale * shift[shift_rows])[:, columns] * column_scale."""
+    r = tl.program_id(1).to(tl.int64) * BR + tl.arange(0, BR)
+    c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
+    inside_r, inside_c = r < new_rows, c < new_size
+    inside = inside_r[:, None] & inside_c[None, :]
+    source = tl.load(columns + c // inner, mask=inside_c, other=0) * inner + c % inner if REPEAT else c
+    row = tl.load(rows + r, mask=inside_r, other=0)
+    value = tl.load(weight + row[:, None] * old_size + source[None, :], mask=inside, other=0.0).to(NUMBER)
+    if ROW_SCALE:
+        value *= tl.load(row_scale + r, mask=inside_r, other=0.0).to(NUMBER)[:, None]
+    if SHIFT:
+        moved = tl.load(shift_rows + r, mask=inside_r, other=-1) if SHIFT_ROWS else r
+        present = inside & (moved >= 0)[:, None]
+        step = tl.load(shift + moved[:, None] * old_size + source[None, :], mask=present, other=0.0).to(NUMBER)
+        value += tl.load(shift_scale).to(NUMBER) * step
+    if COLUMN_SCALE:
+        value *= tl.load(column_scale + c // inner, mask=inside_c, other=0.0).to(NUMBER)[None, :]
+    tl.store(out + r[:, None] * new_size + c[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+def grow_weight(growth: Growth) -> Tensor:
+    """Return a weight after splits: see `s3d_fast.reference.grow_weight`. Indices must be in range."""
+    weight, rows, columns = growth.weight.contiguous(), growth.rows.contiguous(), growth.columns
+    shape = [len(rows), *weight.shape[1:]]
+    if columns is not None:
+        shape[1] = len(columns)
+    out = weight.new_empty(shape)
+    if out.numel() == 0:
+        return out
+    old_size, new_size = weight[0].numel(), out[0].numel()
+    given = [tensor if tensor is None else tensor.contiguous() for tensor in growth[2:7]]
+    row_scale, shift, shift_rows, columns, column_scale = given
+    # A number of its own dtype: what is passed by value would be rounded to float32.
+    shift_scale = torch.full((1,), growth.shift_scale, dtype=torch.float64, device=weight.device)
+    with launch.on_device(weight):
+        grow_kernel[(triton.cdiv(new_size, COLUMNS), triton.cdiv(len(rows), ROWS))](
+            weight,
+            rows,
+            *(weight if tensor is None else tensor for tensor in given),
+            shift_scale,
+            out,
+            len(rows),
+            old_size,
+            new_size,
+            1 if columns is None else new_size // len(columns),
+            ROW_SCALE=row_scale is not None,
+            SHIFT=shift is not None,
+            SHIFT_ROWS=shift_rows is not None,
+            REPEAT=columns is not None,
+            COLUMN_SCALE=column_scale is not None,
+            NUMBER=tl.float64 if weight.dtype == torch.float64 else tl.float32,
+            BR=ROWS,
+            BC=COLUMNS,
+            num_warps=WARPS,
+        )
+    return out

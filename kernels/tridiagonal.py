@@ -1,0 +1,184 @@
+"""The extreme eigenpairs of many small symmetric tridiagonal matrices: bisection, then inverse iteration, in float64.
+
+A lane is one end of the spectrum of one matrix. Everything runs along the matrix, one entry after the other, for all
+lanes of a program at once; the factors of the matrix go through memory that belongs to the lane.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s3d_fast.kernels import launch
+
+LANES, SHIFTS, WARPS = 32, 8, 1
+# Each round leaves one of SHIFTS + 1 parts of the interval: 9^18 > 2^57, beyond the last bit of the spectral radius.
+ROUNDS = 18
+EPSILON = tl.constexpr(2.0**-52)
+
+
+@triton.jit
+def count_below(diagonal, coupling, inverse, length, inside, x, tiny, steps):
+    """How many eigenvalues of each lane's matrix, times `inverse`, lie below each of its shifts x: Sturm's count."""
+    below = tl.zeros(x.shape, tl.int32)
+    pivot = tl.full(x.shape, 1.0, tl.float64)
+    square = tl.zeros(inverse.shape, tl.float64)
+    for i in range(steps):
+        present = inside & (i < length)
+        d = tl.load(diagonal + i, mask=present, other=0.0).to(tl.float64) * inverse
+        pivot = d[:, None] - x - square[:, None] / pivot
+        pivot = tl.where(tl.abs(pivot) < tiny[:, None], -tiny[:, None], pivot)
+        below += ((pivot < 0) & present[:, None]).to(tl.int32)
+        off = tl.load(coupling + i, mask=inside & (i + 1 < length), other=0.0).to(tl.float64) * inverse
+        square = off * off
+    return below
+
+
+@triton.jit
+def extremes_kernel(
+    alpha,  # (M, ...), rows a_row apart
+    beta,
+    length,  # (M,), int64
+    values,  # (M, 2)
+    vectors,  # (M, 2, steps)
+    work,  # (5, steps, lanes)
+    lanes,
+    steps,
+    a_row,
+    b_row,
+    LANES: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """The smallest (even lanes) and the largest (odd lanes) eigenvalue of each matrix, and their unit vectors."""
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    inside = lane < lanes
+    matrix, is_upper = lane // 2, lane % 2 == 1
+    n = tl.load(length + matrix, mask=inside, other=1)
+    diagonal, coupling = alpha + matrix * a_row, beta + matrix * b_row
+
+    # The matrix is divided by its largest entry, so that no square leaves the range; then Gershgorin's bounds.
+    largest = tl.zeros((LANES,), tl.float64)
+    finite = inside
+    for i in range(steps):
+        d = tl.load(diagonal + i, mask=inside & (i < n), other=0.0).to(tl.float64)
+        off = tl.load(coupling + i, mask=inside & (i + 1 < n), other=0.0).to(tl.float64)
+        finite = finite & (tl.abs(d) < float("inf")) & (tl.abs(off) < float("inf"))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(d), tl.abs(off)))
+    regular = finite & (largest > 0)
+    inverse = 1 / tl.where(regular, largest, 1.0)
+    low, high = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+    before = tl.zeros((LANES,), tl.float64)
+    for i in range(steps):
+        present = regular & (i < n)
+        d = tl.load(diagonal + i, mask=present, other=0.0).to(tl.float64) * inverse
+        off = tl.load(coupling + i, mask=regular & (i + 1 < n), other=0.0).to(tl.float64) * inverse
+        reach = tl.abs(off) + before
+        low = tl.minimum(low, tl.where(present, d - reach, 0.0))
+        high = tl.maximum(high, tl.where(present, d + reach, 0.0))
+        before = tl.abs(off)
+    tiny = EPSILON * tl.maximum(tl.maximum(-low, high), 1.0) / 4
+    low, high = low - 8 * tiny, high + 8 * tiny
+
+    # Several shifts at once leave a smaller part of the interval than its half.
+    part = (tl.arange(0, SHIFTS) + 1).to(tl.float64) / (SHIFTS + 1)
+    wanted = tl.where(is_upper, n, 1)
+    for _ in range(ROUNDS):
+        x = low[:, None] + (high - low)[:, None] * part[None, :]
+        enough = count_below(diagonal, coupling, inverse, n, regular, x, tiny, steps) >= wanted[:, None]
+        high = tl.minimum(high, tl.min(tl.where(enough, x, float("inf")), 1))
+        low = tl.maximum(low, tl.max(tl.where(enough, float("-inf"), x), 1))
+    value = low + (high - low) / 2
+    found = tl.where(finite, tl.where(regular, value * largest, 0.0), float("nan"))
+    tl.store(values + lane, found, mask=inside)
+
+    # T - value is factored with row exchanges, as it is singular but for rounding. Beyond its end a matrix gets rows of
+    # the identity, which leave the zeros of the vector there as they are.
+    pivots = work + lane
+    plane = steps * lanes
+    d = tl.load(diagonal, mask=regular, other=0.0).to(tl.float64) * inverse - value
+    u = tl.load(coupling, mask=regular & (n > 1), other=0.0).to(tl.float64) * inverse
+    for i in range(steps):
+        here = regular & (i + 1 < n)
+        below = tl.load(coupling + i, mask=here, other=0.0).to(tl.float64) * inverse
+        next_d = tl.load(diagonal + i + 1, mask=here, other=0.0).to(tl.float64) * inverse
+        next_d = tl.where(here, next_d - value, 1.0)
+        next_u = tl.load(coupling + i + 1, mask=regular & (i + 2 < n), other=0.0).to(tl.float64) * inverse
+        swap = tl.abs(below) > tl.abs(d)
+        pivot = tl.where(swap, below, d)
+        pivot = tl.where(tl.abs(pivot) < tiny, tiny, pivot)
+        ratio = tl.where(swap, d, below) / pivot
+        upper = tl.where(swap, next_d, u)
+        second = tl.where(swap, next_u, 0.0)
+        tl.store(pivots, pivot, mask=inside)
+        tl.store(pivots + plane, upper, mask=inside)
+        tl.store(pivots + 2 * plane, second, mask=inside)
+        tl.store(pivots + 3 * plane, ratio, mask=inside)
+        tl.store(pivots + 4 * plane, swap.to(tl.float64), mask=inside)
+        pivots += lanes
+        d = tl.where(swap, u, next_d) - ratio * upper
+        u = tl.where(swap, 0.0, next_u) - ratio * second
+
+    # A start without any structure: by symmetry, a regular one may be orthogonal to what is sought.
+    x_first = vectors + lane * steps
+    state = 12345
+    for i in range(steps):
+        state = (state * 25173 + 13849) % 65536
+        start = tl.where(i < n, 0.5 + state / 65536, 0.0)
+        tl.store(x_first + i, tl.where(regular, start, i == 0), mask=inside)
+
+    for sweep in tl.static_range(3):
+        # The start is arbitrary: in the first sweep it stands for what elimination would have made of another start.
+        if sweep > 0:
+            current = tl.load(x_first, mask=regular, other=0.0)
+            factors = work + lane
+            for i in range(steps - 1):
+                following = tl.load(x_first + i + 1, mask=regular, other=0.0)
+                swap = tl.load(factors + 4 * plane, mask=regular, other=0.0) != 0
+                ratio = tl.load(factors + 3 * plane, mask=regular, other=0.0)
+                upper = tl.where(swap, following, current)
+                tl.store(x_first + i, upper, mask=regular)
+                current = tl.where(swap, current, following) - ratio * upper
+                factors += lanes
+            tl.store(x_first + steps - 1, current, mask=regular)
+        factors = work + lane + (steps - 1) * lanes
+        where = x_first + (steps - 1)
+        after, second_after = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+        size = tl.zeros((LANES,), tl.float64)
+        for _ in range(steps):
+            total = tl.load(where, mask=regular, other=0.0)
+            total -= tl.load(factors + plane, mask=regular, other=0.0) * after
+            total -= tl.load(factors + 2 * plane, mask=regular, other=0.0) * second_after
+            total /= tl.load(factors, mask=regular, other=1.0)
+            tl.store(where, total, mask=regular)
+            size = tl.maximum(size, tl.abs(total))
+            second_after, after = after, total
+            factors -= lanes
+            where -= 1
+        squares = tl.zeros((LANES,), tl.float64)
+        size = tl.where(size > 0, size, 1.0)
+        for i in range(steps):
+            entry = tl.load(x_first + i, mask=regular, other=0.0) / size
+            squares += entry * entry
+        norm = size * tl.sqrt(tl.where(squares > 0, squares, 1.0))
+        for i in range(steps):
+            tl.store(x_first + i, tl.load(x_first + i, mask=regular, other=0.0) / norm, mask=regular)
+
+
+def tridiagonal_extremes(alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the extreme eigenpairs: see `s3d_fast.reference.tridiagonal_extremes`."""
+    alpha, beta = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (alpha, beta))
+    filters, steps = alpha.shape
+    values = alpha.new_empty(filters, 2, dtype=torch.float64)
+    vectors = alpha.new_empty(filters, 2, steps, dtype=torch.float64)
+    if filters == 0:
+        return values, vectors
+    work = alpha.new_empty(5, steps, 2 * filters, dtype=torch.float64)
+    with launch.on_device(alpha):
+        extremes_kernel[(triton.cdiv(2 * filters, LANES),)](
+            alpha, beta, length.contiguous(), values, vectors, work, 2 * filters, steps, alpha.stride(0),
+            beta.stride(0), LANES=LANES, SHIFTS=SHIFTS, ROUNDS=ROUNDS, num_warps=WARPS,
+        )  # fmt: skip
+    return values, vectors
