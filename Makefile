@@ -25,9 +25,11 @@ demo: $(READY) ## Grow RBF networks with S2D and S3D (about three minutes); figu
 test: $(READY) ## Run the tests.
 	$(BIN)/python -m pytest -q
 
-bench: $(READY) ## Time everything against the reference; runs/bench.json, and the table of ratios runs/benchmarks.md.
+DEVICE ?= cpu
+bench: $(READY) ## Time everything against the reference, with DEVICE=cuda on a GPU; ratios go to runs/benchmarks.md.
 	mkdir -p runs
-	$(BIN)/python -m pytest -q benchmarks --benchmark-enable --benchmark-json=runs/bench.json
+	rm -f runs/bench.json
+	S3D_DEVICE=$(DEVICE) $(BIN)/python -m pytest -q -rs -W default benchmarks --benchmark-enable --benchmark-json=runs/bench.json
 	$(BIN)/python -m benchmarks.table runs/bench.json > runs/benchmarks.md
 	cat runs/benchmarks.md
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from s3d_fast import extension
+from benchmarks.device import DEVICE, ON_CPU, seconds
+from s3d_fast import ops
 from s3d_fast.solvers import Spectrum
 
 Call = Callable[[], object]
@@ -23,16 +23,20 @@ class Limit:
         self.name, self.work, self.run = name, work, run
 
 
+GEMM = {torch.float32: "sgemm", torch.float64: "dgemm", torch.bfloat16: "bf16 gemm", torch.float16: "fp16 gemm"}
+
+
 def matmul_peak(dtype: torch.dtype = torch.float32) -> Limit:
-    """Return the flops of a large square matrix product: sgemm, or dgemm for float64."""
-    size = 1024
-    A, out = torch.randn(size, size, dtype=dtype), torch.empty(size, size, dtype=dtype)
-    return Limit("sgemm" if dtype == torch.float32 else "dgemm", 2 * size**3, lambda: torch.mm(A, A, out=out))
+    """Return the flops of a large square matrix product by the vendor's library, large enough to fill the device."""
+    size = 1024 if ON_CPU else 8192
+    A = torch.randn(size, size, device=DEVICE).to(dtype)
+    out = torch.empty_like(A)
+    return Limit(GEMM[dtype], 2 * size**3, lambda: torch.mm(A, A, out=out))
 
 
 def copy_bandwidth(megabytes: int = 128) -> Limit:
     """Return the bytes read and written by a copy between two tensors that exist and are too large for any cache."""
-    source = torch.ones(megabytes << 20, dtype=torch.uint8)
+    source = torch.ones(megabytes << 20, dtype=torch.uint8, device=DEVICE)
     target = torch.ones_like(source)
     return Limit("copy", 2 * source.numel(), lambda: target.copy_(source))
 
@@ -44,13 +48,13 @@ def clone_bandwidth(tensors: Sequence[torch.Tensor]) -> Limit:
 
 
 @contextlib.contextmanager
-def without_extension() -> Iterator[None]:
-    """Let everything compute as if the extension had not been built: plain PyTorch."""
-    module, extension.module = extension.module, None
+def plain_pytorch() -> Iterator[None]:
+    """Let everything compute as if there were no backend but the reference."""
+    resolve, ops.resolve_backend = ops.resolve_backend, lambda backend, *tensors: "reference"
     try:
         yield
     finally:
-        extension.module = module
+        ops.resolve_backend = resolve
 
 
 def compare(
@@ -74,22 +78,23 @@ def compare(
     """
     calls = {**others, **{limit.name: limit.run for limit in limits}}
     times: dict[str, list[float]] = {name: [] for name in calls}
+    mine: list[float] = []
 
     def time_others() -> None:
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(seconds(call))
+
+    def time_ours() -> None:
+        mine.append(seconds(ours))
 
     for _ in range(2):
         time_others()
-        ours()
-    for measured in times.values():
+        time_ours()
+    for measured in (mine, *times.values()):
         measured.clear()
-    benchmark.pedantic(ours, setup=time_others, rounds=rounds, iterations=1)
+    benchmark.pedantic(time_ours, setup=time_others, rounds=rounds, iterations=1)
     if benchmark.stats is None:
         return
-    mine = benchmark.stats.stats.data
     ratios = {
         name: statistics.median(theirs / own for theirs, own in zip(measured, mine, strict=True))
         for name, measured in times.items()
@@ -97,7 +102,8 @@ def compare(
     # Of a limit, the fraction of its speed; of a competitor, how many times faster than it.
     ratios.update({limit.name: ratios[limit.name] * work / limit.work for limit in limits})
     benchmark.extra_info["ratios"] = ratios
-    benchmark.extra_info["aims"] = dict(aims or {})
+    # Aims are for CPUs.
+    benchmark.extra_info["aims"] = dict(aims or {}) if ON_CPU else {}
 
 
 def error(found: Spectrum, truth: Spectrum) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Threads for the benchmarks: fixed, and reported; and the machine's name in what they write."""
+"""Threads and device of the benchmarks: fixed, and reported; and the machine's name in what they write."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import device
 from s3d_fast import env
 
 THREADS = int(os.environ.get("S3D_THREADS", min(2, os.cpu_count() or 1)))
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _threads() -> None:
+def _threads_and_device() -> None:
     torch.set_num_threads(THREADS)
+    reason = device.why_not()
+    if reason:
+        pytest.skip(reason)
 
 
 def pytest_report_header() -> str:
     """Say how many threads the figures belong to."""
-    return f"torch {torch.__version__}, {THREADS} threads"
+    where = device.why_not() or device.name()
+    return f"torch {torch.__version__}, {THREADS} threads, device {device.DEVICE}: {where}"
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Put what `python -m s3d_fast.env` says into the JSON."""
-    machine_info["s3d_fast"] = {**env.report(), "threads": str(THREADS)}
+    machine_info["s3d_fast"] = {**env.report(), "threads": str(THREADS), "device": device.DEVICE}

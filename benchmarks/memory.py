@@ -1,4 +1,4 @@
-"""The memory that S v takes beyond its inputs and its result, each in a process of its own.
+"""The memory that S v takes beyond its inputs and its result, on a CPU each in a process of its own.
 
 python -m benchmarks.memory cpu 65536 64 64 float32 2
 """
@@ -12,12 +12,15 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.device import DEVICE, ON_CPU
 from s3d_fast import ops
 from tests.cases import RowsCase, random_vectors
 
 
 def extra_memory(backend: str, case: RowsCase) -> int:
-    """Return the bytes that one product takes at its peak, measured in a fresh process."""
+    """Return the bytes that one product takes at its peak; on a CPU measured in a fresh process."""
+    if not ON_CPU:
+        return _measure_gpu(backend, case)
     dtype = str(case.dtype).removeprefix("torch.")
     words = [backend, str(case.N), str(case.D), str(case.M), dtype, str(torch.get_num_threads())]
     output = subprocess.run(
@@ -50,6 +53,16 @@ def _measure(backend: str, case: RowsCase) -> int:
     before = _status("VmRSS")
     result = ops.splitting_matvec(X, C, V, backend=backend, check_finite=False)
     return _status("VmHWM") - before - result.nbytes
+
+
+def _measure_gpu(backend: str, case: RowsCase) -> int:
+    X, C = (tensor.to(DEVICE) for tensor in case.tensors())
+    V = random_vectors(case.M, case.D, dtype=case.dtype).to(DEVICE)
+    ops.splitting_matvec(X, C, V, backend=backend, check_finite=False)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = ops.splitting_matvec(X, C, V, backend=backend, check_finite=False)
+    return torch.cuda.max_memory_allocated() - before - result.nbytes
 
 
 if __name__ == "__main__":

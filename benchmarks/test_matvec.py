@@ -7,8 +7,10 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.compare import compare, matmul_peak
+from benchmarks.device import BACKEND, DEVICE, ON_CPU
 from benchmarks.memory import extra_memory
 from s3d_fast import ops, reference
+from s3d_fast.incoming import incoming_edges
 from tests.cases import (
     LARGE_EDGES,
     LARGE_ROWS,
@@ -30,12 +32,12 @@ AIMS = {32: (2.0, 0.50), 64: (1.8, 0.65), 128: (1.3, 0.80), 256: (1.3, 0.80), 51
 @pytest.mark.parametrize("case", LARGE_ROWS, ids=str)
 def test_splitting_matvec(benchmark: BenchmarkFixture, case: RowsCase) -> None:
     benchmark.group = "S v"
-    X, C = case.tensors()
-    V = random_vectors(case.M, case.D, dtype=case.dtype)
+    X, C = (tensor.to(DEVICE) for tensor in case.tensors())
+    V = random_vectors(case.M, case.D, dtype=case.dtype).to(DEVICE)
     compiled = torch.compile(reference.splitting_matvec, dynamic=False)
 
     def ours() -> torch.Tensor:
-        return ops.splitting_matvec(X, C, V, backend="cpu", check_finite=False)
+        return ops.splitting_matvec(X, C, V, backend=BACKEND, check_finite=False)
 
     expected = reference.splitting_matvec(X.double(), C.double(), V.double())
     assert relative_error(ours(), expected) <= TOLERANCE[case.dtype]
@@ -47,12 +49,12 @@ def test_splitting_matvec(benchmark: BenchmarkFixture, case: RowsCase) -> None:
             "reference": lambda: reference.splitting_matvec(X, C, V),
             "torch.compile": lambda: compiled(X, C, V),
         },
-        limits=[matmul_peak(compute_dtype(case.dtype))],
+        limits=[matmul_peak(compute_dtype(case.dtype) if ON_CPU else case.dtype)],
         work=4 * case.N * case.D * case.M,
         aims=aims,
     )
     benchmark.extra_info["memory"] = {
-        "ours": extra_memory("cpu", case),
+        "ours": extra_memory(BACKEND, case),
         "reference": extra_memory("reference", case),
     }
 
@@ -62,12 +64,12 @@ def test_grouped(benchmark: BenchmarkFixture, name: str) -> None:
     benchmark.group = "S v of all layers in one call"
     cases = NETWORKS[name]
     tensors = [case.tensors() for case in cases]
-    X, C = [x for x, _ in tensors], [c for _, c in tensors]
-    V = [random_vectors(case.M, case.D + case.bias, dtype=case.dtype) for case in cases]
+    X, C = [x.to(DEVICE) for x, _ in tensors], [c.to(DEVICE) for _, c in tensors]
+    V = [random_vectors(case.M, case.D + case.bias, dtype=case.dtype).to(DEVICE) for case in cases]
     bias = [case.bias for case in cases]
 
     def ours() -> list[torch.Tensor]:
-        return ops.splitting_matvec_grouped(X, C, V, bias=bias, backend="cpu", check_finite=False)
+        return ops.splitting_matvec_grouped(X, C, V, bias=bias, backend=BACKEND, check_finite=False)
 
     def loop() -> list[torch.Tensor]:
         return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
@@ -87,9 +89,11 @@ def test_grouped(benchmark: BenchmarkFixture, name: str) -> None:
 @pytest.mark.parametrize("case", LARGE_EDGES, ids=str)
 def test_edgeconv_matvec(benchmark: BenchmarkFixture, case: EdgeCase) -> None:
     benchmark.group = "EdgeConv S v"
-    X, neighbours, slot, C = case.tensors()
+    X, neighbours, slot, C = (tensor.to(DEVICE) for tensor in case.tensors())
     winner = neighbours.gather(-1, slot)
-    V = random_vectors(case.M, 2 * case.F, dtype=case.dtype)
+    V = random_vectors(case.M, 2 * case.F, dtype=case.dtype).to(DEVICE)
+    # Sorted once for all products with a layer, as the operators do; kernels for CPUs do not need it.
+    incoming = None if ON_CPU else incoming_edges(winner)
     others = {"reference": lambda: reference.edgeconv_matvec(X, winner, C, V)}
     aims = {}
     if (case.F, case.M) == (64, 64):
@@ -99,7 +103,7 @@ def test_edgeconv_matvec(benchmark: BenchmarkFixture, case: EdgeCase) -> None:
         aims = {"reference": 2.0, "reference, by edges": 10.0}
 
     def ours() -> torch.Tensor:
-        return ops.edgeconv_matvec(X, winner, C, V, backend="cpu", check_finite=False)
+        return ops.edgeconv_matvec(X, winner, C, V, backend=BACKEND, check_finite=False, incoming=incoming)
 
     assert relative_error(ours(), reference.edgeconv_matvec(X, winner, C, V)) <= TOLERANCE[case.dtype]
     work = 8 * case.B * case.P * case.F * case.M
@@ -109,15 +113,15 @@ def test_edgeconv_matvec(benchmark: BenchmarkFixture, case: EdgeCase) -> None:
 def test_splitting_matrices(benchmark: BenchmarkFixture) -> None:
     benchmark.group = "dense S"
     case = RowsCase(65536, 32, 32, torch.float32)
-    X, C = case.tensors()
-    V = random_vectors(case.M, case.D, dtype=case.dtype)
+    X, C = (tensor.to(DEVICE) for tensor in case.tensors())
+    V = random_vectors(case.M, case.D, dtype=case.dtype).to(DEVICE)
 
     def ours() -> torch.Tensor:
-        return ops.splitting_matrices(X, C, backend="cpu", check_finite=False)
+        return ops.splitting_matrices(X, C, backend=BACKEND, check_finite=False)
 
     def ten_products() -> None:
         for _ in range(10):
-            ops.splitting_matvec(X, C, V, backend="cpu", check_finite=False)
+            ops.splitting_matvec(X, C, V, backend=BACKEND, check_finite=False)
 
     assert relative_error(ours(), reference.splitting_matrices(X, C)) <= TOLERANCE[case.dtype]
     others = {"reference": lambda: reference.splitting_matrices(X, C), "10 products": ten_products}

@@ -9,6 +9,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 import s3d_fast as s3d
 from benchmarks.autodiff_rayleigh import AutodiffRayleigh
 from benchmarks.compare import compare, error
+from benchmarks.device import DEVICE
 from s3d_fast.models import MobileNetV1
 from s3d_fast.solvers import DEFAULT_SEED
 
@@ -18,8 +19,8 @@ TOLERANCE = 1e-2
 def test_eigen_phase_of_mobilenet(benchmark: BenchmarkFixture) -> None:
     benchmark.group = "eigen phase"
     torch.manual_seed(0)
-    model = MobileNetV1([32] * 14, 100, stem_stride=1)
-    x, y = torch.randn(128, 3, 32, 32), torch.randint(100, (128,))
+    model = MobileNetV1([32] * 14, 100, stem_stride=1).to(DEVICE)
+    x, y = torch.randn(128, 3, 32, 32).to(DEVICE), torch.randint(100, (128,)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -49,7 +50,7 @@ def test_eigen_phase_of_mobilenet(benchmark: BenchmarkFixture) -> None:
     steps = descent_steps(operators, exact)
     generator = torch.Generator().manual_seed(DEFAULT_SEED)
     starts = {
-        name: F.normalize(torch.randn(operator.shape, generator=generator), dim=-1)
+        name: F.normalize(torch.randn(operator.shape, generator=generator), dim=-1).to(DEVICE)
         for name, operator in operators.items()
     }
     descent = AutodiffRayleigh(model, graph, F.cross_entropy, starts)

@@ -7,6 +7,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.compare import compare, error
+from benchmarks.device import BACKEND, DEVICE
 from s3d_fast.operators import PointwiseOperator
 from s3d_fast.solvers import Spectrum, extremal_eigenpairs
 
@@ -17,7 +18,8 @@ ERROR = 1e-3
 @pytest.fixture(scope="module")
 def layer() -> PointwiseOperator:
     generator = torch.Generator().manual_seed(1)
-    return PointwiseOperator(torch.randn(4096, 256, generator=generator), torch.randn(4096, 256, generator=generator))
+    X, C = torch.randn(2, 4096, 256, generator=generator).to(DEVICE)
+    return PointwiseOperator(X, C)
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +29,14 @@ def truth(layer: PointwiseOperator) -> Spectrum:
 
 def test_lanczos(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: Spectrum) -> None:
     benchmark.group = "solvers"
-    found = extremal_eigenpairs(layer, tol=1e-2, backend="cpu")
+    found = extremal_eigenpairs(layer, tol=1e-2, backend=BACKEND)
     worst = float(error(found, truth).max())
     print(f"\nlanczos: error {worst:.1e} of the spectral radius after {int(found.matvecs.max())} products")
     assert worst <= ERROR
     assert int(found.matvecs.max()) <= 50
     compare(
         benchmark,
-        lambda: extremal_eigenpairs(layer, tol=1e-2, backend="cpu"),
+        lambda: extremal_eigenpairs(layer, tol=1e-2, backend=BACKEND),
         {"reference": lambda: extremal_eigenpairs(layer, tol=1e-2, backend="reference")},
         rounds=5,
     )
@@ -43,15 +45,16 @@ def test_lanczos(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: S
 def test_exact(benchmark: BenchmarkFixture) -> None:
     benchmark.group = "solvers"
     generator = torch.Generator().manual_seed(1)
-    layer = PointwiseOperator(torch.randn(16384, 32, generator=generator), torch.randn(16384, 32, generator=generator))
-    found, truth = (extremal_eigenpairs(layer, "exact", backend=backend) for backend in ("cpu", "reference"))
+    X, C = torch.randn(2, 16384, 32, generator=generator).to(DEVICE)
+    layer = PointwiseOperator(X, C)
+    found, truth = (extremal_eigenpairs(layer, "exact", backend=backend) for backend in (BACKEND, "reference"))
     assert float(error(found, truth).max()) <= ERROR
     compare(
         benchmark,
-        lambda: extremal_eigenpairs(layer, "exact", backend="cpu"),
+        lambda: extremal_eigenpairs(layer, "exact", backend=BACKEND),
         {
             "reference": lambda: extremal_eigenpairs(layer, "exact", backend="reference"),
-            "lanczos": lambda: extremal_eigenpairs(layer, "lanczos", tol=1e-2, backend="cpu"),
+            "lanczos": lambda: extremal_eigenpairs(layer, "lanczos", tol=1e-2, backend=BACKEND),
         },
         rounds=9,
     )

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import s3d_fast as s3d
-from benchmarks.compare import clone_bandwidth, compare, copy_bandwidth, without_extension
+from benchmarks.compare import clone_bandwidth, compare, copy_bandwidth, plain_pytorch
+from benchmarks.device import BACKEND, DEVICE
 from s3d_fast import ops, surgery
 from s3d_fast.models import MobileNetV1
 from s3d_fast.reference import Growth
@@ -23,16 +24,17 @@ Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
 def trained() -> Trained:
     """Return a MobileNetV1 1.0x and an Adam with state for all of its parameters."""
     torch.manual_seed(0)
-    model = MobileNetV1()
+    model = MobileNetV1().to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters())
-    F.cross_entropy(model(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1])).backward()
+    images, labels = torch.randn(2, 3, 64, 64, device=DEVICE), torch.tensor([0, 1], device=DEVICE)
+    F.cross_entropy(model(images), labels).backward()
     optimizer.step()
     return model, optimizer
 
 
 def random_plan(model: torch.nn.Module, fraction: float) -> s3d.SplitPlan:
     """Return a plan that splits a fraction of the filters of every unit in two, along random directions."""
-    graph = s3d.trace(model, torch.randn(2, 3, 64, 64))
+    graph = s3d.trace(model, torch.randn(2, 3, 64, 64, device=DEVICE))
     splits = []
     for unit in graph:
         for neuron in torch.randperm(unit.width)[: round(fraction * unit.width)].tolist():
@@ -63,12 +65,12 @@ def test_apply_splits(benchmark: BenchmarkFixture) -> None:
 
     def apply(backend: str) -> Trained:
         pair = fresh.pop()
-        with without_extension() if backend == "reference" else contextlib.nullcontext():
+        with plain_pytorch() if backend == "reference" else contextlib.nullcontext():
             s3d.apply_splits(pair[0], plan, 0.01, pair[1])
         return pair
 
     supply(2)
-    plain, ours = apply("reference"), apply("cpu")
+    plain, ours = apply("reference"), apply(BACKEND)
     for expected, found in zip(plain[0].state_dict().values(), ours[0].state_dict().values(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     before, after = tensors_of(model, optimizer), tensors_of(*ours)
@@ -78,7 +80,7 @@ def test_apply_splits(benchmark: BenchmarkFixture) -> None:
     supply(2 * (rounds + 2))
     compare(
         benchmark,
-        lambda: apply("cpu"),
+        lambda: apply(BACKEND),
         {"reference": lambda: apply("reference")},
         limits=[copy_bandwidth(), clone_bandwidth(after)],
         work=work,
@@ -105,12 +107,12 @@ def test_all_tensors(benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatc
         with torch.no_grad():
             return ops.grow_weights(growths, backend=backend)
 
-    after = grow("cpu")
+    after = grow(BACKEND)
     for expected, found in zip(grow("reference"), after, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     compare(
         benchmark,
-        lambda: grow("cpu"),
+        lambda: grow(BACKEND),
         {"reference": lambda: grow("reference")},
         limits=[copy_bandwidth(), clone_bandwidth(after)],
         work=sum(tensor.nbytes for tensor in [*after, *[growth.weight for growth in growths]]),

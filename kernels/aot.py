@@ -118,12 +118,13 @@ class Sources:
         project, accumulate = pointwise_wide.configs(self.device, self.form, self.stored, not is_general)[0]
         product = pointwise_wide.product_storage(self.form, self.stored)[1]
         types = {"U": f"*{next(name for name, dtype in STORED.items() if dtype == product)}"}
-        constants, aligned = self.layer(is_general, "D", "F", "M", "x_row", "c_row", "v_row", "plane")
-        constants |= {"BN": project.rows, "BM": project.filters, "BK": project.depth}
-        yield self.source(
-            pointwise_wide.project_kernel, _named("wide, project", is_general), _label(project), constants,
-            project.warps, project.stages, aligned, types,
-        )  # fmt: skip
+        for name, config in (("", project), (", few rows", pointwise_wide.FEW_ROWS_CONFIG)):
+            constants, aligned = self.layer(is_general, "D", "F", "M", "x_row", "c_row", "v_row", "plane")
+            constants |= {"BN": config.rows, "BM": config.filters, "BK": config.depth}
+            yield self.source(
+                pointwise_wide.project_kernel, _named(f"wide, project{name}", is_general), _label(config), constants,
+                config.warps, config.stages, aligned, types,
+            )  # fmt: skip
         constants, aligned = self.layer(is_general, "D", "F", "x_row", "plane", "rows_per_slice")
         constants = {key: value for key, value in constants.items() if key not in ("K", "c_column")}
         constants |= {"BD": accumulate.rows, "BM": accumulate.filters, "BK": accumulate.depth}
@@ -297,7 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
     compiled, found = check(options.targets, options.dtypes, options.processes)
     if options.json:
-        options.json.write_text(json.dumps([item.as_dict() for item in compiled], indent=1) + "\n")
+        lines = ",\n".join(json.dumps(item.as_dict()) for item in compiled)
+        options.json.write_text(f"[\n{lines}\n]\n")
     if options.markdown:
         options.markdown.write_text(table(compiled))
     if not (options.json or options.markdown):

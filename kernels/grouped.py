@@ -27,6 +27,8 @@ from s3d_fast.triton_options import current
 WIDTHS = (16, 32, 64, 128, 256)
 # Rows farther apart than this leave 32 bits inside a tile.
 FARTHEST = 2**23
+# How many tiles a program may take, in the order in which they are tried.
+TILES_PER_PROGRAM = range(3, 9)
 # A layer is one row of the table.
 FIELDS = (
     "X", "C", "V", "N", "D", "F", "M", "x_row", "c_row", "width", "blocks", "rows_per_slice", "slices", "first_tile",
@@ -251,7 +253,7 @@ def _plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: GroupedCon
     if key in _PLANS:
         _PLANS.move_to_end(key)
         return _PLANS[key]
-    _PLANS[key] = _make_plan(layers, vectors, config, device)
+    _PLANS[key] = make_plan(layers, vectors, config, device)
     if len(_PLANS) > MOST_PLANS:
         _PLANS.popitem(last=False)
     return _PLANS[key]
@@ -262,22 +264,39 @@ def _identity(layer: Layer, V: Tensor) -> Hashable:
     return X.data_ptr(), C.data_ptr(), V.data_ptr(), X.shape, C.shape[1], V.shape, X.stride(0), C.stride(0)
 
 
-def _make_plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Plan:
+def make_plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Plan:
+    """Return the table of some layers, with the work of each shared out over tiles."""
     widths = [WIDTHS.index(launch.power_of_two(layer.X.shape[1], WIDTHS[0], WIDTHS[-1])) for layer in layers]
     blocks = [
         triton.cdiv(V.numel() // V.shape[-1], config.tiles[width][1]) for V, width in zip(vectors, widths, strict=True)
     ]
-    # Tiles of about equal work, four for each program: a row of a tile costs rows x width x filters multiplications.
+    # A row of a tile costs width x filters multiplications. Tiles of about equal work, as many for each program as
+    # leave the least of the last round idle.
     costs = [WIDTHS[width] * config.tiles[width][1] for width in widths]
-    work = sum(len(layer.X) * n * cost for layer, n, cost in zip(layers, blocks, costs, strict=True))
-    per_tile = work / (4 * config.per_processor * device.processors)
-    rows = []
+    programs = config.per_processor * device.processors
+    work = sum(len(layer.X) * n * cost for layer, n, cost in zip(layers, blocks, costs, strict=True)) / programs
+
+    def slice_rows(per_program: int) -> list[int]:
+        wanted = [int(work / per_program / cost) for cost in costs]
+        steps = [config.tiles[width][0] for width in widths]
+        return [
+            min(max(4, triton.cdiv(rows, step)), triton.cdiv(len(layer.X), step)) * step
+            for layer, rows, step in zip(layers, wanted, steps, strict=True)
+        ]
+
+    def count_tiles(per_slice: Sequence[int]) -> int:
+        return sum(
+            n * triton.cdiv(len(layer.X), rows) for layer, n, rows in zip(layers, blocks, per_slice, strict=True)
+        )
+
+    shares = max(
+        (slice_rows(per_program) for per_program in TILES_PER_PROGRAM),
+        key=lambda per_slice: launch.fullness(count_tiles(per_slice), programs),
+    )
+    rows, offsets = [], []
     tiles = sums = partial = out = 0
-    offsets = []
-    for layer, V, width, n_blocks, cost in zip(layers, vectors, widths, blocks, costs, strict=True):
+    for layer, V, width, n_blocks, per_slice in zip(layers, vectors, widths, blocks, shares, strict=True):
         (N, D), M, size = layer.X.shape, layer.C.shape[1], V.numel()
-        block = config.tiles[width][0]
-        per_slice = min(max(4, triton.cdiv(int(per_tile / cost), block)), triton.cdiv(N, block)) * block
         slices = triton.cdiv(N, per_slice)
         addresses = [layer.X.data_ptr(), layer.C.data_ptr(), V.data_ptr()]
         sizes = [N, D, size // V.shape[-1], M, layer.X.stride(0), layer.C.stride(0)]

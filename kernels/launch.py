@@ -87,12 +87,23 @@ def power_of_two(size: int, least: int, most: int) -> int:
     return min(max(triton.next_power_of_2(max(size, 1)), least), most)
 
 
+def fullness(programs: int, processors: int) -> float:
+    """Return the fraction of the processors' time in which they have a program, if all programs take equally long."""
+    return programs / (math.ceil(programs / processors) * processors)
+
+
+# Rather few programs that leave little idle than many: each slice of the rows writes a result of its own.
+FULL_ENOUGH = 0.95
+
+
 def share_rows(rows: int, tiles: int, block: int, device: Device) -> tuple[int, int]:
     """Return how many rows one program takes, a multiple of `block`, and how many programs that makes of each tile.
 
-    There are about four programs per processor if the rows allow it, and none has fewer than four blocks.
+    No program has fewer than four blocks, and there are no more of them than four per processor, or one per tile.
     """
-    slices = max(1, min(math.ceil(4 * device.processors / tiles), math.ceil(rows / (4 * block))))
+    most = max(1, min(4 * device.processors // tiles, rows // (4 * block)))
+    full = {slices: fullness(tiles * slices, device.processors) for slices in range(1, most + 1)}
+    slices = next((slices for slices in full if full[slices] >= FULL_ENOUGH), max(full, key=full.__getitem__))
     per_slice = math.ceil(rows / slices / block) * block
     return per_slice, math.ceil(rows / per_slice)
 

@@ -174,6 +174,10 @@ UNALIGNED: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
 }
 
 
+# In place of the first of a pair where there are few rows: the vectors are what has to be read then, by many programs.
+FEW_ROWS, FEW_ROWS_CONFIG = 64, Config(16, 16, 64, 4, 3)
+
+
 def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) -> list[tuple[Config, Config]]:
     """Return the pairs of configurations that fit the device, the default one first."""
     key = (device.vendor, launch.arithmetic(form, stored))
@@ -210,6 +214,8 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
 
     def run(pair: tuple[Config, Config]) -> Tensor:
         project, accumulate = pair
+        if N <= FEW_ROWS:
+            project = FEW_ROWS_CONFIG
         block = max(project.rows, accumulate.depth)
         chunk = max(block, min(N, options.scratch_bytes // row_bytes) // block * block)
         U = X.new_empty(planes, min(chunk, N), F, dtype=product_dtype)
