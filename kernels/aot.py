@@ -210,10 +210,10 @@ class Sources:
         numbers = {name: f"*{self.dtype}" for name in ("basis", "product", "alpha", "beta", "scale")}
         for width in (64, 1024, krylov.WIDEST):
             BK, BD, warps = krylov.config(width)
-            constants = {"NOISE": 1e-5, "BK": BK, "BD": BD}
+            constants = {"BK": BK, "BD": BD}
             yield self.source(
                 krylov.extend_kernel, "krylov", f"{BK}x{BD}, {warps} warps", constants, warps,
-                types={**numbers, "length": "*i64"}, uses_products=False,
+                types={**numbers, "length": "*i64", "noise": "fp32"}, uses_products=False,
             )  # fmt: skip
         constants = {"LANES": tridiagonal.LANES, "SHIFTS": tridiagonal.SHIFTS, "ROUNDS": tridiagonal.ROUNDS}
         doubles = {name: "*fp64" for name in ("values", "vectors", "work")}

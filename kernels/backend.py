@@ -90,7 +90,7 @@ def krylov_extend(
     """Take one Lanczos step in every space of a basis."""
     state = (alpha, beta, length, scale)
     is_dense = basis.is_contiguous() and all(tensor.is_contiguous() for tensor in state)
-    if is_dense and basis.shape[2] <= krylov.WIDEST:
+    if is_dense and alpha.shape == beta.shape and basis.shape[2] <= krylov.WIDEST:
         krylov.krylov_extend(basis, product, *state, step)
     else:
         reference.krylov_extend(basis, product, *state, step)

@@ -48,7 +48,7 @@ def layer_of(table, index, layers, COLUMN: tl.constexpr, LAYERS: tl.constexpr):
     return table + (tl.sum((first <= index).to(tl.int32), 0) - 1) * ROW
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layers", "tiles"])
 def grouped_kernel(
     table,  # (layers, ROW), int64
     partial,  # the sums of every slice of every layer, one after the other
@@ -101,7 +101,7 @@ def grouped_kernel(
                     store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layers"])
 def sum_layers_kernel(table, partial, out, layers, BIAS: tl.constexpr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
     """out = the sum over the slices of each layer, in their order."""
     row = layer_of(table, tl.program_id(0), layers, FIRST_SUM, LAYERS)

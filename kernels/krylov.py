@@ -29,19 +29,20 @@ def orthogonalize(w, space, step, D, BK: tl.constexpr, BD: tl.constexpr):
     return w - along
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def extend_kernel(
     basis,  # (M, capacity, D)
     product,  # (M, D)
-    alpha,  # (M, capacity)
-    beta,  # (M, capacity)
+    alpha,  # (M, ...), rows t_row apart
+    beta,  # like alpha
     length,  # (M,), int64
     scale,  # (M,)
     step,
     D,
     capacity,
     p_row,
-    NOISE: tl.constexpr,  # rounding, as a fraction of the largest entry of T
+    t_row,
+    noise,  # rounding, as a fraction of the largest entry of T
     BK: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -50,8 +51,8 @@ def extend_kernel(
     d = tl.arange(0, BD)
     inside = d < D
     space = basis + j * capacity * D
-    alpha += j * capacity + step
-    beta += j * capacity + step
+    alpha += j * t_row + step
+    beta += j * t_row + step
     w = tl.load(product + j * p_row + d, mask=inside, other=0.0)
     q = tl.load(space + step * D + d, mask=inside, other=0.0)
     a = tl.sum(q * w, 0)
@@ -66,7 +67,7 @@ def extend_kernel(
     before = tl.load(scale + j)
     # A maximum that NaN does not vanish in.
     largest = tl.where(tl.abs(a) + b <= before, before, tl.abs(a) + b)
-    exhausted = done | (b <= NOISE * largest) | (step + 1 == D)
+    exhausted = done | (b <= noise * largest) | (step + 1 == D)
     tl.store(length + j, tl.where(done, tl.load(length + j), step + 1))
     tl.store(scale + j, tl.where(done, before, largest))
     tl.store(alpha, tl.where(done, 0.0, a))
@@ -93,5 +94,5 @@ def krylov_extend(
     with launch.on_device(basis):
         extend_kernel[(filters,)](
             basis, product, alpha, beta, length, scale, step, D, capacity, product.stride(0),
-            NOISE=noise, BK=BK, BD=BD, num_warps=warps,
+            alpha.stride(0), noise, BK=BK, BD=BD, num_warps=warps,
         )  # fmt: skip

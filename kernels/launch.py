@@ -127,7 +127,7 @@ def is_far(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return sum(size * stride for size, stride in zip(shape, strides, strict=True)) >= 2**31
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slices"])
 def sum_slices_kernel(
     partial,  # (slices, size)
     out,  # (size,)

@@ -19,7 +19,7 @@ from s3d_fast.kernels.products import dot, exact_part, product_form, rows_times,
 from s3d_fast.triton_options import current
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"])
 def project_kernel(
     X,  # (N, D)
     C,  # (N, M)
@@ -78,7 +78,7 @@ def project_kernel(
         tl.store(where, u.to(U.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end", "fresh"])
 def accumulate_kernel(
     X,  # (N, D)
     U,  # (planes, chunk, F)

@@ -36,7 +36,7 @@ def count_below(diagonal, coupling, inverse, length, inside, x, tiny, steps):
     return below
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def extremes_kernel(
     alpha,  # (M, ...), rows a_row apart
     beta,

@@ -53,8 +53,8 @@ def test_eigenvalues_of_a_network_are_those_of_the_reference() -> None:
     kinds = {type(term).__name__ for operator in operators.values() for term in _terms(operator)}
     assert {"PointwiseOperator", "ConvOperator"} <= kinds
     assert max(operator.shape[1] for operator in operators.values()) > 256
-    found = s3d.extremal_eigenpairs(operators, tol=1e-6, backend="triton")
-    expected = s3d.extremal_eigenpairs(operators, tol=1e-6, backend="reference")
+    found = s3d.extremal_eigenpairs(operators, tol=5e-6, backend="triton")
+    expected = s3d.extremal_eigenpairs(operators, tol=5e-6, backend="reference")
     _assert_same(found, expected)
 
 
@@ -64,8 +64,8 @@ def test_eigenvalues_of_dgcnn_are_those_of_the_reference() -> None:
     x = torch.randn(4, 13, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     operators = captured(model, x)
     assert any(isinstance(term, EdgeConvOperator) for operator in operators.values() for term in _terms(operator))
-    found = s3d.extremal_eigenpairs(operators, tol=1e-6, backend="triton")
-    expected = s3d.extremal_eigenpairs(operators, tol=1e-6, backend="reference")
+    found = s3d.extremal_eigenpairs(operators, tol=5e-6, backend="triton")
+    expected = s3d.extremal_eigenpairs(operators, tol=5e-6, backend="reference")
     _assert_same(found, expected)
 
 
@@ -161,11 +161,11 @@ def layers() -> list[SplittingOperator]:
 
 def test_lanczos_waits_once_per_check_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     operators, checks, kept = layers(), [], []
-    check, keep = lanczos._check, lanczos._KrylovSpaces._keep
+    check, keep = lanczos._check, lanczos._Layer.keep
     monkeypatch.setattr(
         lanczos, "_check", lambda *arguments, **keywords: (checks.append(1), check(*arguments, **keywords))
     )
-    monkeypatch.setattr(lanczos._KrylovSpaces, "_keep", lambda self, index: (kept.append(index), keep(self, index)))
+    monkeypatch.setattr(lanczos._Layer, "keep", lambda self, index: (kept.append(index), keep(self, index)))
     with waiting(monkeypatch) as calls:
         spectra = s3d.extremal_eigenpairs(operators, tol=1e-4, backend="triton")
     # Some filters left before others, which is where indices are needed.

@@ -32,78 +32,125 @@ def solve(
     space is exhausted (S = 0, low rank, few distinct eigenvalues, D steps): the space then holds the extreme
     eigenvectors exactly. Memory: one vector of M D entries per step and layer.
     """
-    spaces = [_KrylovSpaces(operator, start, tol, backend) for operator, start in zip(operators, starts, strict=True)]
+    layers = [_Layer(operator, start) for operator, start in zip(operators, starts, strict=True)]
+    by_kind: dict[tuple[torch.dtype, torch.device], list[_Layer]] = {}
+    for layer in layers:
+        by_kind.setdefault((layer.q.dtype, layer.q.device), []).append(layer)
+    groups = [_Lockstep(members, tol, backend) for members in by_kind.values()]
     for step in range(1, max_iters + 1):
-        active = [space for space in spaces if not space.finished]
-        if not active:
+        groups = [group for group in groups if group.layers]
+        if not groups:
             break
-        products = matvec_all([space.operator for space in active], [space.q for space in active], backend)
-        for space, product in zip(active, products, strict=True):
-            space.extend(product)
-        # From exhaustion on there is nothing to add: D steps fill the whole space.
-        due = [space for space in active if step % CHECK_EVERY == 0 or step in (max_iters, space.operator.shape[1])]
-        if due:
-            _check(due, last=step == max_iters)
-    return measure(operators, [space.found() for space in spaces], tol, backend)
+        at_work = [(group, layer) for group in groups for layer in group.layers if not layer.is_full]
+        products = matvec_all([layer.operator for _, layer in at_work], [layer.q for _, layer in at_work], backend)
+        for (group, layer), product in zip(at_work, products, strict=True):
+            group.extend(layer, product)
+        everything_is_full = all(layer.is_full for _, layer in at_work)
+        if step % CHECK_EVERY == 0 or step == max_iters or everything_is_full:
+            _check(groups, last=step == max_iters)
+    return measure(operators, [layer.found for layer in layers], tol, backend)
 
 
-def _check(spaces: Sequence[_KrylovSpaces], last: bool) -> None:
+def _check(groups: Sequence[_Lockstep], last: bool) -> None:
     """Let filters go that are well past convergence, and stop layers that have converged.
 
     This is the only place where the host waits for the device: once, for all layers.
     """
-    converged, leaving = torch.cat([space.progress() for space in spaces], -1).tolist()
+    flags = [group.progress() for group in groups]
+    converged, leaving = torch.cat([flag.to(flags[0].device) for flag in flags], -1).tolist()
     first = 0
-    for space in spaces:
-        own = slice(first, first + len(space.rows))
-        space.settle(converged[own], leaving[own], last)
+    for group, flag in zip(groups, flags, strict=True):
+        own = slice(first, first + flag.shape[1])
+        group.settle(converged[own], leaving[own], last)
         first = own.stop
 
 
-class _KrylovSpaces:
-    """The Krylov spaces of the filters of one operator, and the tridiagonal matrices T = Q^T S Q on them.
+class _Layer:
+    """The Krylov spaces of the filters of one operator.
 
     The filters still at work are the rows `self.rows` of the operator that was given; `self.operator` is restricted to
-    them. Filters that have left have their Ritz vectors in `self.v_min` and `self.v_max`.
+    them. Filters that have left have their Ritz vectors in `self.found`.
     """
 
-    def __init__(self, operator: SplittingOperator, start: Tensor, tol: float, backend: str) -> None:
+    def __init__(self, operator: SplittingOperator, start: Tensor) -> None:
         filters, width = operator.shape
-        self.operator, self.tol, self.backend = operator, tol, backend
+        self.operator = operator
         self.rows = torch.arange(filters, device=operator.device)
-        self.steps = 0
         self.basis = start.new_empty(filters, min(16, width) + 1, width)  # (M, capacity, D)
         self.basis[:, 0] = start
+        self.steps = 0
         # The last basis vector of every space, zero where the space is exhausted. It stays where it is in memory, so
         # that a backend which keeps addresses need not look them up at every step.
-        self.q = start.clone()  # (M, D)
-        self.alpha = start.new_zeros(filters, self.basis.shape[1])  # diagonal of T
+        self.q = start.clone(memory_format=torch.contiguous_format)  # (M, D)
+        counts = torch.zeros(2, filters, dtype=torch.int64, device=operator.device)
+        self.found = Found(torch.empty_like(self.q), torch.empty_like(self.q), *counts)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the spaces have as many dimensions as there are: no step can add anything."""
+        return self.steps == self.basis.shape[2]
+
+    def release(self, leaving: Sequence[int], ritz: Tensor, iterations: Tensor) -> None:
+        """Store the Ritz vectors, given in the basis, and the iterations of the filters that leave."""
+        index = _indices(leaving, self.rows.device)
+        vectors = ritz[index, :, : self.steps].to(self.basis.dtype) @ self.basis[index, : self.steps]
+        rows, iterations = self.rows[index], iterations[index]
+        self.found.v_min[rows], self.found.v_max[rows] = vectors[:, 0], vectors[:, 1]
+        self.found.iterations[rows] = torch.where(iterations == 0, self.steps, iterations).clamp(max=self.steps)
+        self.found.matvecs[rows] = self.steps
+
+    def keep(self, staying: Sequence[int]) -> None:
+        """Drop all other filters from the work."""
+        index = _indices(staying, self.rows.device)
+        self.operator = self.operator.restrict(index)
+        self.rows, self.q, self.basis = self.rows[index], self.q[index], self.basis[index]
+
+
+class _Lockstep:
+    """The tridiagonal matrices T = Q^T S Q of all filters of some layers, one layer's rows after the other's.
+
+    They are in one place because what is done with them is little work for many layers.
+    """
+
+    def __init__(self, layers: Sequence[_Layer], tol: float, backend: str) -> None:
+        self.layers, self.tol, self.backend = list(layers), tol, backend
+        filters, q = sum(map(len, layers)), layers[0].q
+        self.alpha = q.new_zeros(filters, 17)  # diagonal of T
         self.beta = torch.zeros_like(self.alpha)  # off-diagonal of T; the last one couples to the next vector
         # The dimension of each filter's space: stops growing when the space is exhausted.
-        self.length = torch.zeros(filters, dtype=torch.int64, device=operator.device)
-        self.scale = torch.zeros(filters, dtype=start.dtype, device=operator.device)
+        self.length = torch.zeros(filters, dtype=torch.int64, device=q.device)
+        self.scale = q.new_zeros(filters)
+        self.iterations = torch.zeros_like(self.length)
+        self.ritz = q.new_empty(filters, 2, 0)  # (filters, 2, steps), in the basis, since the last check
+        self._place()
 
-        self.finished = False
-        self.ritz = start.new_empty(filters, 2, 0)  # (M, 2, steps), in the basis, since the last check
-        self.v_min, self.v_max = torch.empty_like(start), torch.empty_like(start)
-        self.iterations = torch.zeros(filters, dtype=torch.int64, device=operator.device)
-        self.matvecs = torch.zeros_like(self.iterations)
+    def _place(self) -> None:
+        """Find the rows of every layer."""
+        self.own: dict[_Layer, slice] = {}
+        first = 0
+        for layer in self.layers:
+            self.own[layer] = slice(first, first + len(layer))
+            first += len(layer)
 
-    def extend(self, product: Tensor) -> None:
-        """Take S q, and make of it the next basis vector of every space."""
-        if self.steps + 1 == self.basis.shape[1]:
-            capacity = min(2 * self.steps, self.basis.shape[2]) + 1
-            self.basis, self.alpha, self.beta = (
-                _enlarged(tensor, capacity) for tensor in (self.basis, self.alpha, self.beta)
-            )
-        state = (self.alpha, self.beta, self.length, self.scale)
-        ops.krylov_extend(self.basis, product, *state, self.steps, backend=self.backend)
-        self.steps += 1
-        self.q.copy_(self.basis[:, self.steps])
+    def extend(self, layer: _Layer, product: Tensor) -> None:
+        """Take S q of a layer, and make of it the next basis vector of every space."""
+        if layer.steps + 1 == layer.basis.shape[1]:
+            layer.basis = _enlarged(layer.basis, min(2 * layer.steps, layer.basis.shape[2]) + 1)
+        if layer.steps + 1 == self.alpha.shape[1]:
+            self.alpha, self.beta = (_enlarged(tensor, 2 * layer.steps + 1) for tensor in (self.alpha, self.beta))
+        own = self.own[layer]
+        state = (self.alpha[own], self.beta[own], self.length[own], self.scale[own])
+        ops.krylov_extend(layer.basis, product, *state, layer.steps, backend=self.backend)
+        layer.steps += 1
+        layer.q.copy_(layer.basis[:, layer.steps])
 
-    def progress(self) -> Tensor:  # (2, M), bool
+    def progress(self) -> Tensor:  # (2, filters), bool
         """Find the Ritz vectors; return which filters have converged, and which of them are well past it."""
-        alpha, beta = self.alpha[:, : self.steps], self.beta[:, : self.steps]
+        steps = max(layer.steps for layer in self.layers)
+        alpha, beta = self.alpha[:, :steps], self.beta[:, :steps]
         values, self.ritz = ops.tridiagonal_extremes(alpha, beta, self.length, backend=self.backend)
         radius = values.abs().amax(-1)
         # |S Q s - theta Q s| = beta_k |s_k|; an exhausted space has no coupling left.
@@ -112,46 +159,36 @@ class _KrylovSpaces:
         exhausted = coupling == 0
         converged = exhausted | (error <= self.tol * radius)
         leaving = exhausted | (error <= LEAVE_BELOW * self.tol * radius)
-        iterations = self.iterations[self.rows]
         # Back to 0 if a filter that had converged found a better Ritz value and has not converged on it yet.
-        since = torch.where(iterations == 0, self.steps, iterations)
-        self.iterations[self.rows] = torch.where(converged, since, 0)
+        since = torch.where(self.iterations == 0, steps, self.iterations)
+        self.iterations = torch.where(converged, since, 0)
         return torch.stack([converged, leaving])
 
     def settle(self, converged: Sequence[bool], leaving: Sequence[bool], last: bool) -> None:
         """Act on what `progress` returned."""
-        if last or all(converged):
-            self._release(range(len(self.rows)))
-            self.finished = True
-        elif 2 * sum(leaving) >= len(self.rows):
+        remaining: list[_Layer] = []
+        staying: list[int] = []
+        for layer, own in self.own.items():
+            results = (self.ritz[own], self.iterations[own])
+            if last or all(converged[own]):
+                layer.release(range(len(layer)), *results)
+                # The basis is large, and not needed any more.
+                layer.basis = layer.basis[:0]
+                continue
+            rows = list(range(own.start, own.stop))
             # Copying the rest is paid for by halving the work of every later step.
-            self._release([i for i, leaves in enumerate(leaving) if leaves])
-            self._keep([i for i, leaves in enumerate(leaving) if not leaves])
-
-    def found(self) -> Found:
-        """Return the Ritz vectors of all filters of the operator that was given."""
-        return Found(self.v_min, self.v_max, self.iterations, self.matvecs)
-
-    def _release(self, leaving: Sequence[int]) -> None:
-        """Store the Ritz vectors of the filters that leave."""
-        index = _indices(leaving, self.rows.device)
-        ritz = self.ritz[index].to(self.basis.dtype) @ self.basis[index, : self.steps]
-        rows = self.rows[index]
-        self.v_min[rows], self.v_max[rows] = ritz[:, 0], ritz[:, 1]
-        self.matvecs[rows] = self.steps
-        self.iterations[rows] = torch.where(self.iterations[rows] == 0, self.steps, self.iterations[rows])
-        if len(leaving) == len(self.rows):
-            # Nothing here is needed any more, and the basis is large.
-            self.basis = self.basis[:0]
-
-    def _keep(self, staying: Sequence[int]) -> None:
-        """Drop all other filters from the work."""
-        index = _indices(staying, self.rows.device)
-        self.operator = self.operator.restrict(index)
-        self.rows, self.q, self.length, self.scale = (
-            tensor[index] for tensor in (self.rows, self.q, self.length, self.scale)
-        )
-        self.basis, self.alpha, self.beta = (tensor[index] for tensor in (self.basis, self.alpha, self.beta))
+            if 2 * sum(leaving[own]) >= len(layer):
+                layer.release([i - own.start for i in rows if leaving[i]], *results)
+                rows = [i for i in rows if not leaving[i]]
+                layer.keep([i - own.start for i in rows])
+            remaining.append(layer)
+            staying += rows
+        self.layers = remaining
+        if len(staying) < len(self.length):
+            index = _indices(staying, self.length.device)
+            self.alpha, self.beta = self.alpha[index], self.beta[index]
+            self.length, self.scale, self.iterations = self.length[index], self.scale[index], self.iterations[index]
+            self._place()
 
 
 def _indices(indices: Sequence[int], device: torch.device) -> Tensor:
@@ -161,7 +198,7 @@ def _indices(indices: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
-    """Return the tensor with room for more entries along its second dimension."""
-    larger = tensor.new_empty(tensor.shape[0], capacity, *tensor.shape[2:])
+    """Return the tensor with room for more entries along its second dimension, which are zero."""
+    larger = tensor.new_zeros(tensor.shape[0], capacity, *tensor.shape[2:])
     larger[:, : tensor.shape[1]] = tensor
     return larger
