@@ -131,7 +131,7 @@ class Fused:
         self.gpu, self.dtype, self.table = gpu, dtype, table
         self.target: Target = TARGETS[gpu.target]
         self.stored = torch.float32 if dtype == "fp32" else torch.bfloat16
-        self.form = product_form(self.stored, "highest")
+        self.form = product_form(self.stored, "highest", self.target.device)
         # Two parts of the other factor, two products.
         self.parts = 2 if self.form == "split" else 1
 

@@ -34,10 +34,12 @@ from s3d_fast.kernels import (
 from s3d_fast.kernels.compiled import TARGETS, Compiled, Source, Target, compile_source
 from s3d_fast.kernels.device import INTERPRETED
 from s3d_fast.kernels.launch import Config
-from s3d_fast.kernels.products import DTYPES, product_form
+from s3d_fast.kernels.products import DTYPES, product_form, wants_filters_along_threads
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# What the rows are stored as and, where it is not "highest", the precision.
 CHECKED = ("fp32", "bf16")
+EVERYTHING = (*CHECKED, "fp16", "fp64", "fp32 high", "bf16 medium", "fp16 medium")
 # Layers with more than these many filters have the tiles of the table; those with fewer get smaller ones.
 MANY_FILTERS = 1024
 
@@ -49,9 +51,11 @@ class Sources:
     a bias, several vectors per filter, and sizes, strides and addresses of which nothing is known.
     """
 
-    def __init__(self, target: Target, dtype: str, precision: str = "highest") -> None:
-        self.device, self.dtype, self.stored = target.device, dtype, STORED[dtype]
-        self.form = product_form(self.stored, precision)
+    def __init__(self, target: Target, kind: str) -> None:
+        dtype, precision = (*kind.split(), "highest")[:2]
+        self.device, self.dtype, self.stored, self.kind = target.device, dtype, STORED[dtype], kind
+        self.form = product_form(self.stored, precision, self.device)
+        self.across = wants_filters_along_threads(self.form, self.device)
         self.number = "fp64" if dtype == "fp64" else "fp32"
         self.types = {
             "X": f"*{dtype}", "C": f"*{dtype}", "V": f"*{self.number}", "out": f"*{self.number}",
@@ -83,16 +87,21 @@ class Sources:
         uses_products: bool = True,
     ) -> Source:
         types = {**self.types, **(types or {})}
+        constants = {key: value for key, value in constants.items() if key in function.arg_names}
+        aligned = [key for key in aligned if key in function.arg_names and key not in constants]
         own = {key: value for key, value in types.items() if key in function.arg_names and key not in constants}
         pointers = [key for key in own if own[key].startswith("*")]
         on_tensor_cores = uses_products and self.form != "ieee"
         return Source(
-            name, function, self.dtype, label, own, constants, [*pointers, *aligned], warps, stages, on_tensor_cores
+            name, function, self.kind, label, own, constants, [*pointers, *aligned], warps, stages, on_tensor_cores
         )
 
     def layer(self, is_general: bool, *sizes: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return the constants of a layer, and which of its sizes are known to be multiples of 16."""
         constants = {"K": 2 if is_general else 1, "BIAS": is_general, "FORM": self.form, "FAR": False}
+        # Vectors come with filters or with their own entries as neighbours; `pointwise` does not tell the compiler.
+        constants["v_row" if self.across else "v_column"] = 1
+        constants["ACROSS"] = self.across
         if is_general:
             return constants, ()
         return {**constants, "x_column": 1, "c_column": 1}, sizes
@@ -102,6 +111,7 @@ class Sources:
             for filters in (MANY_FILTERS,) if is_general else (16, MANY_FILTERS):
                 config = pointwise.configs(self.device, self.form, self.stored, width, filters)[0]
                 constants, aligned = self.layer(is_general, "D", "F", "M", "x_row", "c_row", "v_row", "rows_per_slice")
+                constants = {key: value for key, value in constants.items() if key not in ("v_row", "v_column")}
                 constants |= {"ATOMIC": False, "BN": config.rows, "BM": config.filters, "BD": width}
                 yield self.source(
                     pointwise.fused_kernel, _named("pointwise", is_general), _label(config), constants,
@@ -119,14 +129,13 @@ class Sources:
         product = pointwise_wide.product_storage(self.form, self.stored)[1]
         types = {"U": f"*{next(name for name, dtype in STORED.items() if dtype == product)}"}
         for name, config in (("", project), (", few rows", pointwise_wide.FEW_ROWS_CONFIG)):
-            constants, aligned = self.layer(is_general, "D", "F", "M", "x_row", "c_row", "v_row", "plane")
+            constants, aligned = self.layer(is_general, "D", "F", "M", "x_row", "c_row", "v_row", "v_column", "plane")
             constants |= {"BN": config.rows, "BM": config.filters, "BK": config.depth}
             yield self.source(
                 pointwise_wide.project_kernel, _named(f"wide, project{name}", is_general), _label(config), constants,
                 config.warps, config.stages, aligned, types,
             )  # fmt: skip
         constants, aligned = self.layer(is_general, "D", "F", "x_row", "plane", "rows_per_slice")
-        constants = {key: value for key, value in constants.items() if key not in ("K", "c_column")}
         constants |= {"BD": accumulate.rows, "BM": accumulate.filters, "BK": accumulate.depth}
         yield self.source(
             pointwise_wide.accumulate_kernel, _named("wide, accumulate", is_general), _label(accumulate), constants,
@@ -135,39 +144,46 @@ class Sources:
 
     def edgeconv(self, is_general: bool) -> Iterator[Source]:
         product, sums = edgeconv.configs(self.device, self.form, self.stored)[0]
-        for is_atomic in (False, True):
-            if is_general and is_atomic:
-                continue
-            for is_second in (False, True):
-                constants, aligned = self.layer(is_general, "F", "L", "M", "x_row", "c_row", "v_row")
-                constants |= {"EDGES": is_second, "ATOMIC": is_atomic}
-                constants |= {"BN": product.rows, "BM": product.filters, "BK": product.depth}
-                if is_second or not is_atomic:
-                    yield self.source(
-                        edgeconv.point_products_kernel,
-                        _named(f"edgeconv, {'edges' if is_second else 'points'}", is_general, is_atomic),
-                        _label(product), constants, product.warps, product.stages, aligned,
-                    )  # fmt: skip
-            constants, aligned = self.layer(is_general, "F", "L", "M", "x_row", "rows_per_slice")
-            constants = {key: value for key, value in constants.items() if key != "c_column"}
-            constants |= {"ATOMIC": is_atomic, "BN": sums.rows, "BM": sums.filters, "BD": sums.depth}
+        for name, is_second, is_atomic in (
+            ("points", False, False),
+            ("edges", True, False),
+            ("edges, atomic", True, True),
+        ):
+            constants, aligned = self.layer(is_general, "F", "L", "M", "x_row", "c_row", "v_row", "v_column")
+            constants |= {"EDGES": is_second, "ATOMIC": is_atomic}
+            constants |= {"BN": product.rows, "BM": product.filters, "BK": product.depth}
             yield self.source(
-                edgeconv.edge_sums_kernel, _named("edgeconv, sums", is_general, is_atomic), _label(sums), constants,
-                sums.warps, sums.stages, aligned,
+                edgeconv.point_products_kernel, _named(f"edgeconv, {name}", is_general), _label(product), constants,
+                product.warps, product.stages, aligned,
             )  # fmt: skip
+        constants, aligned = self.layer(is_general, "F", "L", "x_row", "rows_per_slice")
+        constants |= {"BN": sums.rows, "BM": sums.filters, "BD": sums.depth}
+        yield self.source(
+            edgeconv.edge_sums_kernel, _named("edgeconv, sums", is_general), _label(sums), constants,
+            sums.warps, sums.stages, aligned,
+        )  # fmt: skip
+        constants = {"K": 2 if is_general else 1, "BN": edgeconv.RECEIVE_ROWS, "BM": edgeconv.RECEIVE_FILTERS}
+        yield self.source(
+            edgeconv.receive_kernel, _named("edgeconv, receive", is_general),
+            f"{edgeconv.RECEIVE_ROWS}x{edgeconv.RECEIVE_FILTERS}", constants, edgeconv.RECEIVE_WARPS,
+            aligned=() if is_general else ("L", "M"), uses_products=False,
+        )  # fmt: skip
 
     def grouped(self, is_general: bool) -> Iterator[Source]:
-        config = grouped.configs(self.device, self.form, self.stored, not is_general)[0]
-        constants = {
-            "ROWS": DTYPES[self.stored], "K": 2 if is_general else 1, "BIAS": is_general, "ALIGNED": not is_general,
-            "FORM": self.form, "LAYERS": 16, "PRESENT": 2 ** len(grouped.WIDTHS) - 1, "TILES": sum(config.tiles, ()),
-        }  # fmt: skip
-        tiles = " ".join(f"{rows}x{filters}" for rows, filters in config.tiles)
-        label = f"{tiles}, {config.warps} warps, {config.stages} stages"
-        yield self.source(
-            grouped.grouped_kernel, _named("grouped", is_general), label, constants, config.warps, config.stages
-        )
-        constants = {"BIAS": is_general, "LAYERS": 16, "BLOCK": launch.SUM_BLOCK}
+        # Filters that leave take the alignment of C with them.
+        for x_aligned, c_aligned in ((False, False),) if is_general else ((True, True), (True, False)):
+            config = grouped.configs(self.device, self.form, self.stored, x_aligned)[0]
+            constants = {
+                "ROWS": DTYPES[self.stored], "K": 2 if is_general else 1, "BIAS": is_general,
+                "X_ALIGNED": x_aligned, "C_ALIGNED": c_aligned, "FORM": self.form, "ACROSS": self.across,
+                "LAYERS": grouped.LEAST_LAYERS, "PRESENT": 2 ** len(grouped.WIDTHS) - 1,
+                "TILES": sum(config.tiles, ()),
+            }  # fmt: skip
+            tiles = " ".join(f"{rows}x{filters}" for rows, filters in config.tiles)
+            label = f"{tiles}, {config.warps} warps, {config.stages} stages"
+            name = _named("grouped" + ", any C" * (x_aligned and not c_aligned), is_general)
+            yield self.source(grouped.grouped_kernel, name, label, constants, config.warps, config.stages)
+        constants = {"BIAS": is_general, "LAYERS": grouped.LEAST_LAYERS, "BLOCK": launch.SUM_BLOCK}
         yield self.source(
             grouped.sum_layers_kernel, _named("grouped, sums", is_general), str(launch.SUM_BLOCK), constants,
             launch.SUM_WARPS, uses_products=False,
@@ -205,15 +221,15 @@ class Sources:
 
     def lanczos(self) -> Iterator[Source]:
         # Vectors are float32 whatever the rows are.
-        if self.dtype not in ("fp32", "fp64"):
+        if self.kind not in ("fp32", "fp64"):
             return
-        numbers = {name: f"*{self.dtype}" for name in ("basis", "product", "alpha", "beta", "scale")}
+        numbers = {name: f"*{self.dtype}" for name in ("basis", "product", "alpha", "beta", "scale", "q")}
         for width in (64, 1024, krylov.WIDEST):
             BK, BD, warps = krylov.config(width)
             constants = {"BK": BK, "BD": BD}
             yield self.source(
                 krylov.extend_kernel, "krylov", f"{BK}x{BD}, {warps} warps", constants, warps,
-                types={**numbers, "length": "*i64", "noise": "fp32"}, uses_products=False,
+                aligned=("D", "p_row"), types={**numbers, "length": "*i64", "noise": "fp32"}, uses_products=False,
             )  # fmt: skip
         constants = {"LANES": tridiagonal.LANES, "SHIFTS": tridiagonal.SHIFTS, "ROUNDS": tridiagonal.ROUNDS}
         doubles = {name: "*fp64" for name in ("values", "vectors", "work")}
@@ -223,8 +239,8 @@ class Sources:
         )  # fmt: skip
 
 
-def _named(name: str, is_general: bool, is_atomic: bool = False) -> str:
-    return name + ", general" * is_general + ", atomic" * is_atomic
+def _named(name: str, is_general: bool) -> str:
+    return name + ", general" * is_general
 
 
 def _label(config: Config) -> str:
@@ -247,9 +263,9 @@ def faults(compiled: Compiled, source: Source) -> list[str]:
 
 def _compile(job: tuple[str, str, int]) -> tuple[Compiled | None, list[str]]:
     """Compile the source of a number, which is all that needs to go from one process to another."""
-    target, dtype, index = job
-    source = list(Sources(TARGETS[target], dtype))[index]
-    where = f"{source.name} ({source.config}) for {target} in {dtype}"
+    target, kind, index = job
+    source = list(Sources(TARGETS[target], kind))[index]
+    where = f"{source.name} ({source.config}) for {target} in {kind}"
     try:
         compiled = compile_source(source, TARGETS[target])
     except Exception as error:
@@ -257,13 +273,13 @@ def _compile(job: tuple[str, str, int]) -> tuple[Compiled | None, list[str]]:
     return compiled, [f"{where} {fault}" for fault in faults(compiled, source)]
 
 
-def check(targets: Sequence[str], dtypes: Sequence[str], processes: int = 2) -> tuple[list[Compiled], list[str]]:
+def check(targets: Sequence[str], kinds: Sequence[str], processes: int = 2) -> tuple[list[Compiled], list[str]]:
     """Compile everything, and return what came out and what is wrong with it."""
     jobs = [
-        (target, dtype, index)
+        (target, kind, index)
         for target in targets
-        for dtype in dtypes
-        for index in range(len(list(Sources(TARGETS[target], dtype))))
+        for kind in kinds
+        for index in range(len(list(Sources(TARGETS[target], kind))))
     ]
     with ProcessPoolExecutor(processes) as pool:
         results = list(tqdm(pool.map(_compile, jobs), total=len(jobs), desc="kernels", disable=None))
@@ -273,7 +289,7 @@ def check(targets: Sequence[str], dtypes: Sequence[str], processes: int = 2) -> 
 def table(compiled: Sequence[Compiled]) -> str:
     """Return the table as Markdown."""
     lines = [
-        "| kernel | dtype | target | tile | registers | shared memory | spills | tensor core | instructions |",
+        "| kernel | rows | target | tile | registers | shared memory | spills | tensor core | instructions |",
         "|---|---|---|---|--:|--:|--:|--:|--:|",
     ]
     for item in sorted(compiled, key=lambda item: (item.kernel, item.dtype, list(TARGETS).index(item.target))):
@@ -289,14 +305,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check all kernels; return 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(prog="python -m s3d_fast.kernels.aot", description=__doc__)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--dtypes", nargs="+", choices=list(STORED), default=list(CHECKED))
+    parser.add_argument("--rows", nargs="+", choices=EVERYTHING, default=list(CHECKED))
+    parser.add_argument("--everything", action="store_const", dest="rows", const=list(EVERYTHING), help="all of these")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write what came out to this file")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
-    compiled, found = check(options.targets, options.dtypes, options.processes)
+    compiled, found = check(options.targets, options.rows, options.processes)
     if options.json:
         lines = ",\n".join(json.dumps(item.as_dict()) for item in compiled)
         options.json.write_text(f"[\n{lines}\n]\n")

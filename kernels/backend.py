@@ -85,12 +85,20 @@ def _check_indices(growths: Sequence[Growth]) -> None:
 
 
 def krylov_extend(
-    basis: Tensor, product: Tensor, alpha: Tensor, beta: Tensor, length: Tensor, scale: Tensor, step: int
+    basis: Tensor,
+    product: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    length: Tensor,
+    scale: Tensor,
+    step: int,
+    q: Tensor,
 ) -> None:
-    """Take one Lanczos step in every space of a basis."""
+    """Take one Lanczos step in every space of a basis; the next basis vectors go to q too."""
     state = (alpha, beta, length, scale)
-    is_dense = basis.is_contiguous() and all(tensor.is_contiguous() for tensor in state)
-    if is_dense and alpha.shape == beta.shape and basis.shape[2] <= krylov.WIDEST:
-        krylov.krylov_extend(basis, product, *state, step)
+    is_dense = all(tensor.is_contiguous() for tensor in (basis, q, *state)) and alpha.shape == beta.shape
+    if is_dense and basis.shape[2] <= krylov.WIDEST:
+        krylov.krylov_extend(basis, product, *state, step, q)
     else:
         reference.krylov_extend(basis, product, *state, step)
+        q.copy_(basis[:, step + 1])

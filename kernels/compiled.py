@@ -30,9 +30,9 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_80", "A100", GPUTarget("cuda", 80, 32), Device("nvidia", 108, 166912, 80)),
-        Target("sm_90", "H100", GPUTarget("cuda", 90, 32), Device("nvidia", 132, 232448, 90)),
-        Target("gfx942", "MI300X", GPUTarget("hip", "gfx942", 64), Device("amd", 304, 65536, 0)),
+        Target("sm_80", "A100", GPUTarget("cuda", 80, 32), Device("nvidia", 108, 166912, True)),
+        Target("sm_90", "H100", GPUTarget("cuda", 90, 32), Device("nvidia", 132, 232448, True)),
+        Target("gfx942", "MI300X", GPUTarget("hip", "gfx942", 64), Device("amd", 304, 65536, True)),
     )
 }
 
@@ -46,7 +46,7 @@ class Compiled:
 
     kernel: str
     target: str
-    dtype: str
+    dtype: str  # of the rows, and the precision where it is not the highest
     config: str
     registers: int  # per thread
     shared_memory: int  # bytes

@@ -19,11 +19,11 @@ class Device:
     vendor: str  # "nvidia", "amd" or "interpreter"
     processors: int
     shared_memory: int  # bytes that one program can have
-    generation: int  # of NVIDIA's instructions, 80 for sm_80; 0 for AMD
+    has_tf32: bool  # whether its tensor cores take TF32
 
 
 # Small, so that tests with few rows split them over several programs too.
-INTERPRETER = Device("interpreter", 3, 1 << 30, 0)
+INTERPRETER = Device("interpreter", 3, 1 << 30, True)
 
 
 def describe(device: torch.device) -> Device:
@@ -35,6 +35,7 @@ def describe(device: torch.device) -> Device:
 def _describe_gpu(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
-        return Device("amd", properties.multi_processor_count, 65536, 0)
+        is_cdna3 = properties.gcnArchName.startswith("gfx942")
+        return Device("amd", properties.multi_processor_count, 65536, is_cdna3)
     shared = getattr(properties, "shared_memory_per_block_optin", 101376)
-    return Device("nvidia", properties.multi_processor_count, shared, 10 * properties.major + properties.minor)
+    return Device("nvidia", properties.multi_processor_count, shared, properties.major >= 8)

@@ -1,9 +1,10 @@
-"""S v of an EdgeConv layer in its point-level form, with no tensor over edges: three launches and a sum.
+"""S v of an EdgeConv layer in its point-level form, with no tensor over edges: four launches and a sum.
 
 With w = winner[i, f], v = [a, b], and the rows x of all points of all clouds:
     first     P = X A^T
     second    t = C * (P[w] + X (B - A)^T + bias), the gather by the winning neighbour in the product's epilogue
-    third     [(received - t)^T X, t^T X, sum t], where received[j, f] is the sum of t[i, f] over the i with w = j
+    third     received[j, f], the sum of t[i, f] over the i with w = j, in their order; or atomically by the second
+    fourth    [(received - t)^T X, t^T X, sum t]
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from torch import Tensor
 
 from s3d_fast.incoming import Incoming
 from s3d_fast.kernels import launch
-from s3d_fast.kernels.device import Device, describe
+from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Config, tile_offsets
-from s3d_fast.kernels.products import product_form, rows_times, times_rows
+from s3d_fast.kernels.products import product_form, rows_times, times_rows, wants_filters_along_threads
 from s3d_fast.triton_options import current
 
 
 @triton.jit
 def point_products_kernel(
     X,  # (R, F), the rows of all points
-    V,  # (L, 2 F (+ 1)), L = K M filters
+    V,  # (L, 2 F (+ 1)), L = K M filters, of any layout
     products,  # (R, L): P, written by the first launch and read by the second
     C,  # (R, M)
     winner,  # (R, M), int32
@@ -40,6 +41,7 @@ def point_products_kernel(
     c_row,
     c_column,
     v_row,
+    v_column,
     EDGES: tl.constexpr,  # whether this is the second launch
     K: tl.constexpr,
     BIAS: tl.constexpr,
@@ -52,30 +54,36 @@ def point_products_kernel(
 ):
     """P = X A^T, or t = C * (P[w] + X (B - A)^T + bias)."""
     number = V.dtype.element_ty
+    blocks = tl.cdiv(L, BM)
+    block = tl.program_id(0) % blocks
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BN
     own = tl.arange(0, BM)
-    f = tl.program_id(0) * BM + own
-    V += tl.program_id(0).to(tl.int64) * BM * v_row
-    row = tl.program_id(1).to(tl.int64) * BN
+    f = block * BM + own
+    V += block.to(tl.int64) * BM * v_row
     r, k = tl.arange(0, BN), tl.arange(0, BK)
     inside_n, inside_f = r < R - row, f < L
     inside = inside_n[:, None] & inside_f[None, :]
     x_tile = tile_offsets(r, x_row, k, x_column, FAR)
-    v_tile = own[None, :] * v_row + k[:, None]
+    v_tile = tile_offsets(k, v_column, own, v_row, FAR)
     X += row * x_row
+    second = V + (F + tl.zeros((), tl.int64)) * v_column
+    bias = second + (F + tl.zeros((), tl.int64)) * v_column
     total = tl.zeros((BN, BM), number)
     for first in range(0, F, BK):
         inside_d = k < F - first
         x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
         inside_v = inside_d[:, None] & inside_f[None, :]
-        v = tl.load(V + first + v_tile, mask=inside_v, other=0.0)
+        v = tl.load(V + v_tile, mask=inside_v, other=0.0)
         if EDGES:
-            v = tl.load(V + F + first + v_tile, mask=inside_v, other=0.0) - v
+            v = tl.load(second + v_tile, mask=inside_v, other=0.0) - v
         total = rows_times(x, v, total, FORM)
         X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
+        V += (tl.full((), BK, tl.int64) if FAR else BK) * v_column
+        second += (tl.full((), BK, tl.int64) if FAR else BK) * v_column
     tile = r[:, None] * L + f[None, :]
     if EDGES:
         if BIAS:
-            total += tl.load(V + (own * v_row + 2 * F), mask=inside_f, other=0.0)[None, :]
+            total += tl.load(bias + own * v_row, mask=inside_f, other=0.0)[None, :]
         column = f if K == 1 else f % M
         w = tl.load(winner + row * M + (r[:, None] * M + column[None, :]), mask=inside, other=0)
         n = row + r
@@ -91,15 +99,32 @@ def point_products_kernel(
 
 
 @triton.jit
-def receive(t, order, start, n, f, column, inside, points, L, M, number: tl.constexpr):
+def receive_kernel(
+    t,  # (R, L)
+    order,  # (R, M), int32
+    start,  # (R + clouds, M), int32
+    received,  # (R, L)
+    R,
+    L,
+    M,
+    points,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+):
     """The sum of t over the edges that come in at each point, in the order of the points they come from."""
+    blocks = tl.cdiv(L, BM)
+    f = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
+    n = (tl.program_id(0) // blocks).to(tl.int64) * BN + tl.arange(0, BN)
+    inside = (n < R)[:, None] & (f < L)[None, :]
+    column = f if K == 1 else f % M
     cloud = n // points
     where = (n + cloud)[:, None] * M + column[None, :]
     first = tl.load(start + where, mask=inside, other=0)
     count = tl.load(start + where + M, mask=inside, other=0) - first
     origin = (cloud * points)[:, None]
     edges = order + (origin + first) * M + column[None, :]
-    total = tl.zeros(inside.shape, number)
+    total = tl.zeros((BN, BM), t.dtype.element_ty)
     longest = tl.max(tl.max(count, 1), 0)
     step = 0
     while step < longest:
@@ -108,28 +133,26 @@ def receive(t, order, start, n, f, column, inside, points, L, M, number: tl.cons
         total += tl.load(t + (origin + i) * L + f[None, :], mask=present, other=0.0)
         edges += M
         step += 1
-    return total
+    tl.store(received + n[:, None] * L + f[None, :], total, mask=inside)
+
+
+# Few points at once: a tile takes as long as its point with the most edges.
+RECEIVE_ROWS, RECEIVE_FILTERS, RECEIVE_WARPS = 256 if INTERPRETED else 8, 32, 1
 
 
 @triton.jit
 def edge_sums_kernel(
     X,  # (R, F)
     t,  # (R, L)
-    received,  # (R, L), if ATOMIC
-    order,  # (R, M), int32
-    start,  # (R + clouds, M), int32
+    received,  # (R, L)
     out,  # (slices, L, 2 F (+ 1))
     R,
     F,
     L,
-    M,
-    points,
     x_row,
     x_column,
     rows_per_slice,
-    K: tl.constexpr,
     BIAS: tl.constexpr,
-    ATOMIC: tl.constexpr,
     FORM: tl.constexpr,
     FAR: tl.constexpr,
     BN: tl.constexpr,
@@ -145,7 +168,6 @@ def edge_sums_kernel(
     last = tl.minimum(first + rows_per_slice, R)
     r = tl.arange(0, BN)
     inside_d, inside_f = d < F, f < L
-    column = f if K == 1 else f % M
     x_tile = tile_offsets(r, x_row, d, x_column, FAR)
     tile = r[:, None] * L + f[None, :]
     a, b = tl.zeros((BM, BD), number), tl.zeros((BM, BD), number)
@@ -155,16 +177,12 @@ def edge_sums_kernel(
         inside = inside_n[:, None] & inside_f[None, :]
         x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
         sent = tl.load(t + begin * L + tile, mask=inside, other=0.0)
-        if ATOMIC:
-            got = tl.load(received + begin * L + tile, mask=inside, other=0.0)
-        else:
-            got = receive(t, order, start, begin + r.to(tl.int64), f, column, inside, points, L, M, number)
+        got = tl.load(received + begin * L + tile, mask=inside, other=0.0)
         a = times_rows(tl.trans(got - sent), x, a, FORM)
         b = times_rows(tl.trans(sent), x, b, FORM)
         if BIAS:
             bias_total += tl.sum(sent, 0)
-    f = f.to(tl.int64)
-    rows = out + (slice_index * L + f) * (2 * F + BIAS)
+    rows = out + (slice_index * L + f.to(tl.int64)) * (2 * F + BIAS)
     inside_out = inside_f[:, None] & inside_d[None, :]
     tl.store(rows[:, None] + d[None, :], a, mask=inside_out)
     tl.store(rows[:, None] + F + d[None, :], b, mask=inside_out)
@@ -175,14 +193,15 @@ def edge_sums_kernel(
 # (vendor, arithmetic) -> configurations of the products and of the sums, the default pair first.
 CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("nvidia", "fp32"): (
-        (Config(64, 64, 16, 8, 3), Config(32, 32, 64, 8, 2)),
-        (Config(64, 32, 32, 4, 2), Config(32, 64, 64, 8, 2)),
+        (Config(64, 64, 16, 8, 3), Config(32, 32, 64, 8, 3)),
+        (Config(64, 32, 32, 4, 3), Config(32, 64, 64, 8, 3)),
     ),
     ("nvidia", "tensor"): (
-        (Config(64, 64, 32, 8, 3), Config(32, 64, 64, 8, 2)),
-        (Config(128, 64, 32, 8, 3), Config(32, 32, 64, 4, 2)),
+        (Config(64, 64, 32, 8, 3), Config(32, 64, 64, 8, 3)),
+        (Config(128, 64, 32, 8, 3), Config(32, 32, 64, 4, 3)),
     ),
-    ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 2), Config(16, 16, 32, 4, 2)),),
+    ("nvidia", "widened"): ((Config(64, 32, 32, 8, 3), Config(32, 32, 64, 8, 3)),),
+    ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 3), Config(16, 16, 32, 4, 3)),),
     ("amd", "fp32"): (
         (Config(64, 64, 32, 4, 2), Config(32, 32, 64, 4, 2)),
         (Config(32, 64, 32, 4, 2), Config(32, 64, 64, 4, 2)),
@@ -194,7 +213,9 @@ CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("amd", "fp64"): ((Config(32, 32, 16, 4, 2), Config(16, 16, 32, 4, 2)),),
     ("interpreter", "fp64"): ((Config(128, 64, 128, 1, 1), Config(128, 64, 128, 1, 1)),) * 2,
 }
-CONFIGS["interpreter", "fp32"] = CONFIGS["interpreter", "tensor"] = CONFIGS["interpreter", "fp64"]
+CONFIGS["amd", "widened"] = CONFIGS["amd", "fp32"]
+for _arithmetic in ("fp32", "tensor", "widened"):
+    CONFIGS["interpreter", _arithmetic] = CONFIGS["interpreter", "fp64"]
 
 
 def configs(device: Device, form: str, stored: torch.dtype) -> list[tuple[Config, Config]]:
@@ -206,8 +227,8 @@ def configs(device: Device, form: str, stored: torch.dtype) -> list[tuple[Config
 def _fits(config: Config, device: Device, form: str, stored: torch.dtype) -> bool:
     size, number = stored.itemsize, max(4, stored.itemsize)
     rows, filters, depth = config.rows, config.filters, config.depth
-    copies = [max(rows * filters * number, depth * (rows + filters) * number)]
-    return launch.fits(device, copies, [rows * depth * size, filters * max(depth, rows) * number], config.stages)
+    copies = [max(rows * filters * number, 2 * depth * (rows + filters) * number)]
+    return launch.fits(device, copies, [rows * depth * size, 2 * filters * max(depth, rows) * number], config.stages)
 
 
 def edgeconv_matvec(X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool) -> Tensor:
@@ -215,34 +236,42 @@ def edgeconv_matvec(X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: b
     (clouds, points, F), M, options = X.shape, C.shape[2], current()
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
     L, R = len(vectors), clouds * points
+    K = 1 if L == M else 2
     if L == 0 or R == 0:
         return torch.zeros_like(V)
-    form, device = product_form(X.dtype, options.arithmetic), describe(X.device)
+    device = describe(X.device)
+    form = product_form(X.dtype, options.arithmetic, device)
+    columns = vectors.mT.contiguous().mT if wants_filters_along_threads(form, device) else vectors
     rows, coefficients = X.reshape(R, F), C.reshape(R, M)
-    far = launch.is_far((256, F), rows.stride()) or launch.is_far((256, M), coefficients.stride())
+    far = any(launch.is_far((256, max(2 * F, L)), tensor.stride()) for tensor in (rows, coefficients, columns))
 
     def run(pair: tuple[Config, Config]) -> Tensor:
         product, sums = pair
         products, t = vectors.new_empty(2, R, L)
-        received = vectors.new_zeros(R, L) if options.atomic else t
-        grid = (triton.cdiv(L, product.filters), triton.cdiv(R, product.rows))
+        received = vectors.new_zeros(R, L) if options.atomic else torch.empty_like(t)
+        programs = triton.cdiv(L, product.filters) * triton.cdiv(R, product.rows)
         for is_second in (False, True):
-            point_products_kernel[grid](
-                rows, vectors, products, coefficients, incoming.winner, t, received,
-                R, F, L, M, points, *rows.stride(), *coefficients.stride(), vectors.stride(0),
-                EDGES=is_second, K=L // M, BIAS=bias, ATOMIC=options.atomic, FORM=form, FAR=far,
-                BN=product.rows, BM=product.filters, BK=product.depth, **product.compile_options,
+            point_products_kernel[(programs,)](
+                rows, columns, products, coefficients, incoming.winner, t, received,
+                R, F, L, M, points, *rows.stride(), *coefficients.stride(), *columns.stride(),
+                EDGES=is_second, BIAS=bias, ATOMIC=options.atomic, FORM=form, FAR=far,
+                BN=product.rows, BM=product.filters, BK=product.depth, K=K, **product.compile_options,
+            )  # fmt: skip
+        if not options.atomic:
+            programs = triton.cdiv(L, RECEIVE_FILTERS) * triton.cdiv(R, RECEIVE_ROWS)
+            receive_kernel[(programs,)](
+                t, incoming.order, incoming.start, received, R, L, M, points,
+                BN=RECEIVE_ROWS, BM=RECEIVE_FILTERS, K=K, num_warps=RECEIVE_WARPS,
             )  # fmt: skip
         tiles = (triton.cdiv(F, sums.depth), triton.cdiv(L, sums.filters))
         per_slice, slices = launch.share_rows(R, tiles[0] * tiles[1], sums.rows, device)
-        out = torch.empty_like(vectors.expand(slices, -1, -1))
+        out = vectors.new_empty(slices, *vectors.shape)
         edge_sums_kernel[(*tiles, slices)](
-            rows, t, received, incoming.order, incoming.start, out, R, F, L, M, points, *rows.stride(), per_slice,
-            K=L // M, BIAS=bias, ATOMIC=options.atomic, FORM=form, FAR=far,
+            rows, t, received, out, R, F, L, *rows.stride(), per_slice, BIAS=bias, FORM=form, FAR=far,
             BN=sums.rows, BM=sums.filters, BD=sums.depth, **sums.compile_options,
         )  # fmt: skip
         return launch.sum_slices(out)
 
     with launch.on_device(X):
-        key = ("edgeconv", X.device, X.dtype, form, F, L, R.bit_length())
+        key = ("edgeconv", X.device, X.dtype, form, bias, options.atomic, F, L, M, R.bit_length())
         return run(launch.choose(key, configs(device, form, X.dtype), run)).view(V.shape)

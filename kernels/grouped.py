@@ -7,6 +7,7 @@ those of more than 256 inputs, whose single launches fill a GPU, go through `poi
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from s3d_fast.kernels import launch, pointwise, pointwise_wide
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Config
 from s3d_fast.kernels.pointwise import WIDEST, fused_rows, store_sums
-from s3d_fast.kernels.products import DTYPES, product_form
+from s3d_fast.kernels.products import DTYPES, product_form, wants_filters_along_threads
 from s3d_fast.triton_options import current
 
 WIDTHS = (16, 32, 64, 128, 256)
@@ -48,17 +49,20 @@ def layer_of(table, index, layers, COLUMN: tl.constexpr, LAYERS: tl.constexpr):
     return table + (tl.sum((first <= index).to(tl.int32), 0) - 1) * ROW
 
 
-@triton.jit(do_not_specialize=["layers", "tiles"])
+@triton.jit(do_not_specialize=["layers", "tiles", "v_column"])
 def grouped_kernel(
     table,  # (layers, ROW), int64
     partial,  # the sums of every slice of every layer, one after the other
     layers,
     tiles,
+    v_column,  # 1: see `fused_rows`
     ROWS: tl.constexpr,  # the type of X and C
     K: tl.constexpr,
     BIAS: tl.constexpr,
-    ALIGNED: tl.constexpr,  # whether pointers, sizes and strides are multiples of 16
+    X_ALIGNED: tl.constexpr,  # whether addresses, sizes and strides of X and V are multiples of 16
+    C_ALIGNED: tl.constexpr,  # and those of C
     FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
     LAYERS: tl.constexpr,
     PRESENT: tl.constexpr,  # bit i: there are layers of the i-th width
     TILES: tl.constexpr,  # rows and filters of a tile, by width
@@ -75,10 +79,12 @@ def grouped_kernel(
         M = tl.load(row + M_).to(tl.int32)
         x_row = tl.load(row + X_ROW).to(tl.int32)
         c_row = tl.load(row + C_ROW).to(tl.int32)
-        if ALIGNED:
-            X, C, V = tl.multiple_of(X, 16), tl.multiple_of(C, 16), tl.multiple_of(V, 16)
-            D, F, M = tl.multiple_of(D, 16), tl.multiple_of(F, 16), tl.multiple_of(M, 16)
-            x_row, c_row = tl.multiple_of(x_row, 16), tl.multiple_of(c_row, 16)
+        if X_ALIGNED:
+            X, V = tl.multiple_of(X, 16), tl.multiple_of(V, 16)
+            D, x_row = tl.multiple_of(D, 16), tl.multiple_of(x_row, 16)
+        if C_ALIGNED:
+            C, c_row = tl.multiple_of(C, 16), tl.multiple_of(c_row, 16)
+            F, M = tl.multiple_of(F, 16), tl.multiple_of(M, 16)
         local = tile - tl.load(row + FIRST_TILE).to(tl.int32)
         blocks = tl.load(row + BLOCKS).to(tl.int32)
         slice_index = (local // blocks).to(tl.int64)
@@ -95,8 +101,8 @@ def grouped_kernel(
                     BD: tl.constexpr = 16 << i
                     first_filter = (local % blocks) * BM
                     total, bias_total = fused_rows(
-                        X, C, V, first, last, first_filter, D, F, M, x_row, 1, c_row, 1, D + BIAS,
-                        K, BIAS, FORM, False, BN, BM, BD,
+                        X, C, V, first, last, first_filter, D, F, M, x_row, 1, c_row, 1, D + BIAS, v_column,
+                        K, BIAS, FORM, ACROSS, False, BN, BM, BD,
                     )  # fmt: skip
                     store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
 
@@ -135,32 +141,37 @@ class GroupedConfig:
     per_processor: int  # programs that stay on one processor
 
 
-# (vendor, arithmetic, aligned) -> configurations, the default first. Code for every width that occurs is part of one
-# kernel, which needs as many registers as the widest: its tiles are smaller than those of `pointwise`, and smaller
-# still where nothing is known of alignment and every entry of a tile has an address of its own.
-CONFIGS: dict[tuple[str, str, bool], tuple[GroupedConfig, ...]] = {
-    ("nvidia", "fp32", True): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 2, 1),),
-    ("nvidia", "fp32", False): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 2, 1),),
-    ("nvidia", "tensor", True): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (16, 32)), 8, 2, 1),),
-    ("nvidia", "tensor", False): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 2, 1),),
-    ("amd", "fp32", True): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
-    ("amd", "fp32", False): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
-    ("amd", "tensor", True): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
-    ("amd", "tensor", False): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
+# (vendor, arithmetic) -> configurations, the default first. Code for every width that occurs is part of one kernel,
+# which needs as many registers as the widest: its tiles are smaller than those of `pointwise`.
+CONFIGS: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
+    ("nvidia", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1),),
+    ("nvidia", "tensor"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (16, 32)), 8, 3, 1),),
+    ("nvidia", "widened"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (16, 32), (16, 16)), 8, 3, 1),),
+    ("nvidia", "fp64"): (GroupedConfig(((16, 16),) * 5, 8, 2, 1),),
+    ("amd", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
+    ("amd", "tensor"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
+    ("amd", "widened"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
+    ("amd", "fp64"): (GroupedConfig(((16, 16),) * 5, 4, 2, 1),),
+    ("interpreter", "fp64"): (
+        GroupedConfig(((128, 64),) * 5, 1, 1, 1),
+        GroupedConfig(((64, 32),) * 5, 1, 1, 2),
+    ),
 }
-for _aligned in (False, True):
-    CONFIGS["nvidia", "fp64", _aligned] = (GroupedConfig(((16, 16),) * 5, 8, 2, 1),)
-    CONFIGS["amd", "fp64", _aligned] = (GroupedConfig(((16, 16),) * 5, 4, 2, 1),)
-    for _arithmetic in ("fp32", "tensor", "fp64"):
-        CONFIGS["interpreter", _arithmetic, _aligned] = (
-            GroupedConfig(((128, 64),) * 5, 1, 1, 1),
-            GroupedConfig(((64, 32),) * 5, 1, 1, 2),
-        )
+# In place of the above where nothing is known of the alignment of X: every entry of a tile has an address of its own.
+UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
+    ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1),),
+    ("nvidia", "tensor"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1),),
+    ("amd", "fp32"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
+    ("amd", "tensor"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
+}
+for _arithmetic in ("fp32", "tensor", "widened"):
+    CONFIGS["interpreter", _arithmetic] = CONFIGS["interpreter", "fp64"]
 
 
 def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) -> list[GroupedConfig]:
     """Return the configurations that fit the device, the default one first."""
-    table = CONFIGS[device.vendor, launch.arithmetic(form, stored), is_aligned]
+    key = (device.vendor, launch.arithmetic(form, stored))
+    table = CONFIGS[key] if is_aligned else UNALIGNED.get(key, CONFIGS[key])
     return [
         config
         for config in table
@@ -184,9 +195,13 @@ class Plan:
     present: int
 
 
-# Pointers, shapes and strides determine a table, which can therefore be used again: by every step of a solver.
+# Addresses, shapes and strides determine a table, which can therefore be used again: by every step of a solver.
 _PLANS: OrderedDict[Hashable, Plan] = OrderedDict()
+_PLANS_LOCK = threading.Lock()
 MOST_PLANS = 64
+# The widths that a kernel has been compiled for: more than are needed cost less than compiling when a layer is done.
+_PRESENT: dict[Hashable, int] = {}
+LEAST_LAYERS = 32
 
 
 def splitting_matvec_grouped(layers: Sequence[Layer]) -> list[Tensor]:
@@ -203,38 +218,42 @@ def splitting_matvec_grouped(layers: Sequence[Layer]) -> list[Tensor]:
             results[index] = pointwise.splitting_matvec(*layer)
         else:
             one_each = V.numel() == V.shape[-1] * C.shape[1]
-            groups.setdefault((X.device, X.dtype, one_each, bias, _are_aligned(layer)), []).append(index)
+            groups.setdefault((X.device, X.dtype, one_each, bias, _alignment(layer)), []).append(index)
     for members in groups.values():
         for index, result in zip(members, _run([layers[i] for i in members]), strict=True):
             results[index] = result
     return [result for result in results if result is not None]
 
 
-def _are_aligned(layer: Layer) -> bool:
-    addresses = (layer.X.data_ptr(), layer.C.data_ptr(), layer.V.data_ptr())
-    sizes = (layer.X.shape[1], layer.C.shape[1], layer.X.stride(0), layer.C.stride(0))
-    return all(number % 16 == 0 for number in addresses + sizes)
+def _alignment(layer: Layer) -> tuple[bool, bool]:
+    """Return whether all that is known of X and V, and of C, is a multiple of 16."""
+    X, C, V, _ = layer
+    of_x = (X.data_ptr(), V.data_ptr(), X.shape[1], X.stride(0))
+    of_c = (C.data_ptr(), C.shape[1], C.stride(0))
+    return all(number % 16 == 0 for number in of_x), all(number % 16 == 0 for number in of_c)
 
 
 def _run(layers: Sequence[Layer]) -> list[Tensor]:
     first = layers[0]
     vectors = [layer.V.contiguous() for layer in layers]
     device, stored, number = describe(first.X.device), first.X.dtype, first.V.dtype
-    form = product_form(stored, current().arithmetic)
-    shapes = [
-        (*layer.X.shape, layer.C.shape[1], V.numel() // V.shape[-1]) for layer, V in zip(layers, vectors, strict=True)
-    ]
-    one_each, is_aligned = shapes[0][2] == shapes[0][3], _are_aligned(first)
-    LAYERS = triton.next_power_of_2(len(layers))
+    form = product_form(stored, current().arithmetic, device)
+    x_aligned, c_aligned = _alignment(first)
+    one_each = vectors[0].numel() == first.C.shape[1] * vectors[0].shape[-1]
+    kind = (first.X.device, stored, form, one_each, first.bias, x_aligned, c_aligned)
+    LAYERS = max(LEAST_LAYERS, triton.next_power_of_2(len(layers)))
 
     def run(config: GroupedConfig) -> list[Tensor]:
         plan = _plan(layers, vectors, config, device)
+        _PRESENT[kind] = _PRESENT.get(kind, 0) | plan.present
         partial = first.X.new_empty(plan.partial_size, dtype=number)
         out = first.X.new_empty(plan.out_size, dtype=number)
         grouped_kernel[(min(plan.tiles, config.per_processor * device.processors),)](
-            plan.table, partial, len(layers), plan.tiles,
-            ROWS=DTYPES[stored], K=1 if one_each else 2, BIAS=first.bias, ALIGNED=is_aligned, FORM=form, LAYERS=LAYERS,
-            PRESENT=plan.present, TILES=sum(config.tiles, ()), num_warps=config.warps, num_stages=config.stages,
+            plan.table, partial, len(layers), plan.tiles, 1,
+            ROWS=DTYPES[stored], K=1 if one_each else 2, BIAS=first.bias, X_ALIGNED=x_aligned, C_ALIGNED=c_aligned,
+            FORM=form, ACROSS=wants_filters_along_threads(form, device), LAYERS=LAYERS, PRESENT=_PRESENT[kind],
+            TILES=sum(config.tiles, ()),
+            num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         sum_layers_kernel[(plan.sums,)](
             plan.table, partial, out, len(layers), BIAS=first.bias, LAYERS=LAYERS, BLOCK=launch.SUM_BLOCK,
@@ -243,20 +262,27 @@ def _run(layers: Sequence[Layer]) -> list[Tensor]:
         return [out[offset:][: V.numel()].view(V.shape) for offset, V in zip(plan.out_offsets, vectors, strict=True)]
 
     with launch.on_device(first.X):
-        key = ("grouped", first.X.device, stored, form, is_aligned, tuple(shapes))
-        return run(launch.choose(key, configs(device, form, stored, is_aligned), run))
+        shapes = tuple((layer.X.shape, V.shape) for layer, V in zip(layers, vectors, strict=True))
+        key = ("grouped", kind, shapes)
+        return run(launch.choose(key, configs(device, form, stored, x_aligned), run))
 
 
 def _plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Plan:
     identities = (_identity(layer, V) for layer, V in zip(layers, vectors, strict=True))
-    key = (config, layers[0].X.device, layers[0].X.dtype, *identities)
-    if key in _PLANS:
-        _PLANS.move_to_end(key)
-        return _PLANS[key]
-    _PLANS[key] = make_plan(layers, vectors, config, device)
-    if len(_PLANS) > MOST_PLANS:
-        _PLANS.popitem(last=False)
-    return _PLANS[key]
+    where = layers[0].X.device
+    # A table is filled on the stream of its first use, and only calls that follow on that stream may read it.
+    stream = torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
+    key = (config, where, stream, layers[0].X.dtype, *identities)
+    with _PLANS_LOCK:
+        if key in _PLANS:
+            _PLANS.move_to_end(key)
+            return _PLANS[key]
+        if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a grouped product must have run once, with these tensors, before a graph captures it")
+        plan = _PLANS[key] = make_plan(layers, vectors, config, device)
+        if len(_PLANS) > MOST_PLANS:
+            _PLANS.popitem(last=False)
+        return plan
 
 
 def _identity(layer: Layer, V: Tensor) -> Hashable:
@@ -305,7 +331,8 @@ def make_plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: Groupe
         tiles += n_blocks * slices
         sums += triton.cdiv(size, launch.SUM_BLOCK)
         partial += slices * size
-        out += size
+        # Results begin where loads of four entries may.
+        out += triton.cdiv(size, 16) * 16
     table = torch.tensor(rows, dtype=torch.int64)
     if layers[0].X.is_cuda:
         table = table.pin_memory().to(layers[0].X.device, non_blocking=True)

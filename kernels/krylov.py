@@ -29,7 +29,10 @@ def orthogonalize(w, space, step, D, BK: tl.constexpr, BD: tl.constexpr):
     return w - along
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(
+    do_not_specialize=["step", "capacity", "t_row"],
+    do_not_specialize_on_alignment=["alpha", "beta", "length", "scale"],
+)
 def extend_kernel(
     basis,  # (M, capacity, D)
     product,  # (M, D)
@@ -37,6 +40,7 @@ def extend_kernel(
     beta,  # like alpha
     length,  # (M,), int64
     scale,  # (M,)
+    q,  # (M, D)
     step,
     D,
     capacity,
@@ -53,9 +57,12 @@ def extend_kernel(
     space = basis + j * capacity * D
     alpha += j * t_row + step
     beta += j * t_row + step
+    # Everything that is overwritten is read first: the sums below are barriers.
+    done = tl.load(beta - 1, mask=step > 0, other=1.0) == 0
+    before, dimension = tl.load(scale + j), tl.load(length + j)
     w = tl.load(product + j * p_row + d, mask=inside, other=0.0)
-    q = tl.load(space + step * D + d, mask=inside, other=0.0)
-    a = tl.sum(q * w, 0)
+    last = tl.load(space + step * D + d, mask=inside, other=0.0)
+    a = tl.sum(last * w, 0)
     # Once removes the component along the space; twice removes what rounding left of it.
     w = orthogonalize(w, space, step, D, BK, BD)
     w = orthogonalize(w, space, step, D, BK, BD)
@@ -63,16 +70,16 @@ def extend_kernel(
     size = tl.max(tl.abs(w), 0)
     unit = w / tl.where(size > 0, size, 1)
     b = tl.sqrt(tl.sum(unit * unit, 0)) * size
-    done = tl.load(beta - 1, mask=step > 0, other=1.0) == 0
-    before = tl.load(scale + j)
-    # A maximum that NaN does not vanish in.
+    # NaN in a or b must not vanish in the maximum.
     largest = tl.where(tl.abs(a) + b <= before, before, tl.abs(a) + b)
     exhausted = done | (b <= noise * largest) | (step + 1 == D)
-    tl.store(length + j, tl.where(done, tl.load(length + j), step + 1))
+    tl.store(length + j, tl.where(done, dimension, step + 1))
     tl.store(scale + j, tl.where(done, before, largest))
     tl.store(alpha, tl.where(done, 0.0, a))
     tl.store(beta, tl.where(exhausted, 0.0, b))
-    tl.store(space + (step + 1) * D + d, tl.where(exhausted, 0.0, w / b), mask=inside)
+    vector = tl.where(exhausted, 0.0, w / b)
+    tl.store(space + (step + 1) * D + d, vector, mask=inside)
+    tl.store(q + j * D + d, vector, mask=inside)
 
 
 def config(width: int) -> tuple[int, int, int]:
@@ -82,7 +89,14 @@ def config(width: int) -> tuple[int, int, int]:
 
 
 def krylov_extend(
-    basis: Tensor, product: Tensor, alpha: Tensor, beta: Tensor, length: Tensor, scale: Tensor, step: int
+    basis: Tensor,
+    product: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    length: Tensor,
+    scale: Tensor,
+    step: int,
+    q: Tensor,  # (M, D), the next basis vectors; changed
 ) -> None:
     """Take one Lanczos step: see `s3d_fast.reference.krylov_extend`. D is at most WIDEST; the state is contiguous."""
     filters, capacity, D = basis.shape
@@ -93,6 +107,6 @@ def krylov_extend(
     noise = torch.finfo(basis.dtype).eps * (10 + D**0.5)
     with launch.on_device(basis):
         extend_kernel[(filters,)](
-            basis, product, alpha, beta, length, scale, step, D, capacity, product.stride(0),
+            basis, product, alpha, beta, length, scale, q, step, D, capacity, product.stride(0),
             alpha.stride(0), noise, BK=BK, BD=BD, num_warps=warps,
         )  # fmt: skip

@@ -39,20 +39,26 @@ class Config:
 
 
 def arithmetic(form: str, stored: torch.dtype) -> str:
-    """Return the arithmetic that decides which configurations are good: "fp64", "fp32" (IEEE) or "tensor" cores."""
+    """Return the arithmetic that decides which configurations are good.
+
+    "fp64"; "fp32", IEEE; "tensor" cores; or "widened", 16-bit rows in 32 bits, which take twice the room.
+    """
     if stored == torch.float64:
         return "fp64"
+    if form == "widened" or (form == "ieee" and stored != torch.float32):
+        return "widened"
     return "fp32" if form == "ieee" else "tensor"
 
 
 def fits(device: Device, tiles: Sequence[int], buffered: Sequence[int], stages: int) -> bool:
-    """Return whether tiles of these many bytes, some of them loaded ahead in several stages, fit in shared memory.
+    """Return whether tiles of these many bytes, some of them loaded ahead, fit in shared memory.
 
-    An upper bound. On AMD, loads are not staged there, and a tile passes through it while no other does.
+    While one stage is worked on, the others are loaded. On AMD loads are not staged there, and a tile passes through
+    it while no other does.
     """
     if device.vendor == "amd":
         return max(*tiles, *buffered) <= device.shared_memory
-    return sum(tiles) + stages * sum(buffered) <= device.shared_memory
+    return sum(tiles) + (stages - 1) * sum(buffered) <= device.shared_memory
 
 
 C = TypeVar("C")
@@ -92,8 +98,9 @@ def fullness(programs: int, processors: int) -> float:
     return programs / (math.ceil(programs / processors) * processors)
 
 
-# Rather few programs that leave little idle than many: each slice of the rows writes a result of its own.
-FULL_ENOUGH = 0.95
+# Rather few programs that leave little idle than many: each slice of the rows writes a result of its own. A processor
+# has two programs at least, so that one computes while the other waits.
+FULL_ENOUGH, AT_ONCE = 0.95, 2
 
 
 def share_rows(rows: int, tiles: int, block: int, device: Device) -> tuple[int, int]:
@@ -102,7 +109,7 @@ def share_rows(rows: int, tiles: int, block: int, device: Device) -> tuple[int, 
     No program has fewer than four blocks, and there are no more of them than four per processor, or one per tile.
     """
     most = max(1, min(4 * device.processors // tiles, rows // (4 * block)))
-    full = {slices: fullness(tiles * slices, device.processors) for slices in range(1, most + 1)}
+    full = {slices: fullness(tiles * slices, AT_ONCE * device.processors) for slices in range(1, most + 1)}
     slices = next((slices for slices in full if full[slices] >= FULL_ENOUGH), max(full, key=full.__getitem__))
     per_slice = math.ceil(rows / slices / block) * block
     return per_slice, math.ceil(rows / per_slice)

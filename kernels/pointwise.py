@@ -10,7 +10,7 @@ from torch import Tensor
 from s3d_fast.kernels import launch
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Config, tile_offsets
-from s3d_fast.kernels.products import product_form, rows_times, times_rows
+from s3d_fast.kernels.products import product_form, rows_times, times_rows, wants_filters_along_threads
 from s3d_fast.triton_options import current
 
 # The widest row whose products a program keeps in registers.
@@ -33,9 +33,11 @@ def fused_rows(
     c_row,
     c_column,
     v_row,
+    v_column,  # 1, which the compiler does not know
     K: tl.constexpr,
     BIAS: tl.constexpr,
     FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
     FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
@@ -47,7 +49,10 @@ def fused_rows(
     f = first_filter + own
     inside_f, inside_d = f < F, d < D
     V += first_filter.to(tl.int64) * v_row
-    v = tl.load(V + (own[None, :] * v_row + d[:, None]), mask=inside_d[:, None] & inside_f[None, :], other=0.0)
+    # A tile of V that is read across, with filters along the threads, gets into shared memory that way only if the
+    # compiler does not see that entries of a vector are neighbours.
+    along = d * v_column if ACROSS else d
+    v = tl.load(V + (own[None, :] * v_row + along[:, None]), mask=inside_d[:, None] & inside_f[None, :], other=0.0)
     if BIAS:
         b = tl.load(V + (own * v_row + D), mask=inside_f, other=0.0)
     # K vectors per filter are K M filters with M columns of coefficients.
@@ -99,7 +104,7 @@ def store_sums(
             tl.store(rows + D, bias_total, mask=inside_f)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["v_column"])
 def fused_kernel(
     X,  # (N, D)
     C,  # (N, M)
@@ -114,11 +119,13 @@ def fused_kernel(
     c_row,
     c_column,
     v_row,
+    v_column,
     rows_per_slice,
     K: tl.constexpr,
     BIAS: tl.constexpr,
     ATOMIC: tl.constexpr,
     FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
     FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
@@ -144,9 +151,11 @@ def fused_kernel(
         c_row,
         c_column,
         v_row,
+        v_column,
         K,
         BIAS,
         FORM,
+        ACROSS,
         FAR,
         BN,
         BM,
@@ -162,18 +171,32 @@ def fused_kernel(
 # 512 registers for each thread; eight would have half of them.
 CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     ("nvidia", "fp32"): {
-        16: ((32, 64, 4, 2), (16, 128, 8, 2)),
-        32: ((32, 64, 8, 2), (16, 128, 8, 2)),
-        64: ((32, 64, 8, 2), (16, 128, 8, 2), (16, 64, 8, 3)),
-        128: ((16, 64, 8, 2), (32, 32, 8, 2)),
-        256: ((16, 32, 8, 3), (16, 64, 8, 2), (16, 16, 8, 3)),
+        16: ((32, 64, 4, 3), (16, 128, 8, 3)),
+        32: ((32, 64, 8, 3), (16, 128, 8, 3)),
+        64: ((32, 64, 8, 3), (16, 128, 8, 3), (16, 64, 8, 4)),
+        128: ((16, 64, 8, 3), (32, 32, 8, 3)),
+        256: ((16, 32, 8, 3), (16, 64, 8, 3), (16, 16, 8, 4)),
     },
     ("nvidia", "tensor"): {
-        16: ((32, 64, 4, 3), (64, 64, 4, 2)),
-        32: ((64, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2)),
-        64: ((32, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-        128: ((32, 64, 8, 2), (64, 64, 8, 2), (32, 32, 4, 3)),
-        256: ((32, 32, 8, 2), (16, 32, 8, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
+        16: ((32, 64, 4, 3), (64, 64, 4, 3)),
+        32: ((64, 64, 4, 3), (32, 64, 4, 4), (32, 128, 8, 3)),
+        64: ((32, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3)),
+        128: ((32, 64, 8, 3), (64, 64, 8, 3), (32, 32, 4, 3)),
+        256: ((32, 32, 8, 3), (16, 32, 8, 3), (16, 32, 4, 3), (16, 16, 4, 3)),
+    },
+    ("nvidia", "widened"): {
+        16: ((32, 32, 4, 3),),
+        32: ((32, 32, 4, 3),),
+        64: ((32, 32, 4, 3), (16, 32, 4, 3)),
+        128: ((16, 32, 8, 3),),
+        256: ((16, 16, 8, 3),),
+    },
+    ("nvidia", "fp64"): {
+        16: ((16, 32, 4, 3),),
+        32: ((16, 32, 4, 3),),
+        64: ((16, 32, 4, 3),),
+        128: ((16, 16, 8, 3),),
+        256: ((16, 16, 8, 2),),
     },
     ("amd", "fp32"): {
         16: ((32, 64, 4, 2), (32, 128, 4, 2)),
@@ -182,15 +205,8 @@ CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int], ...]]]
         128: ((32, 32, 4, 2), (16, 64, 4, 2)),
         256: ((16, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2)),
     },
-    ("nvidia", "fp64"): {
-        16: ((16, 32, 4, 2),),
-        32: ((16, 32, 4, 2),),
-        64: ((16, 32, 4, 2),),
-        128: ((16, 16, 8, 2),),
-        256: ((16, 16, 8, 2),),
-    },
 }
-CONFIGS["amd", "tensor"] = CONFIGS["amd", "fp32"]
+CONFIGS["amd", "tensor"] = CONFIGS["amd", "widened"] = CONFIGS["amd", "fp32"]
 CONFIGS["amd", "fp64"] = {width: ((16, 16, 4, 2),) for width in (16, 32, 64, 128, 256)}
 
 
@@ -208,8 +224,10 @@ def configs(device: Device, form: str, stored: torch.dtype, width: int, filters:
 def fits(config: Config, device: Device, stored: torch.dtype) -> bool:
     """Return whether a program's tiles fit in shared memory; depth is the width."""
     BN, BM, BD, size = config.rows, config.filters, config.depth, stored.itemsize
-    # The vectors, and the product on its way to being an operand; float16 rows also as TF32.
-    tiles = [BM * BD * max(size, 4), 2 * BN * BM * max(size, 4), BN * BD * 4 * (stored == torch.float16)]
+    number = max(size, 4)
+    # The vectors, and the product on its way to being an operand; widened, both parts of these and the rows.
+    parts = 2 if stored == torch.float16 else 1
+    tiles = [parts * BM * BD * number, 2 * parts * BN * BM * number, BN * BD * number]
     return launch.fits(device, tiles, [BN * BD * size, BN * BM * size], config.stages)
 
 
@@ -220,14 +238,15 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     F = len(vectors)
     if F == 0 or N == 0:
         return torch.zeros_like(V)
-    form, device = product_form(X.dtype, options.arithmetic), describe(X.device)
+    device = describe(X.device)
+    form = product_form(X.dtype, options.arithmetic, device)
     width = launch.power_of_two(D, 16, WIDEST)
 
     def run(config: Config) -> Tensor:
         blocks = triton.cdiv(F, config.filters)
         per_slice, slices = launch.share_rows(N, blocks, config.rows, device)
         atomic = options.atomic and slices > 1
-        out = torch.zeros_like(vectors) if atomic else torch.empty_like(vectors.expand(slices, -1, -1))
+        out = torch.zeros_like(vectors) if atomic else vectors.new_empty(slices, *vectors.shape)
         fused_kernel[(blocks, slices)](
             X,
             C,
@@ -239,12 +258,13 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
             M,
             *X.stride(),
             *C.stride(),
-            vectors.stride(0),
+            *vectors.stride(),
             per_slice,
-            K=F // M,
+            K=1 if F == M else 2,
             BIAS=bias,
             ATOMIC=atomic,
             FORM=form,
+            ACROSS=wants_filters_along_threads(form, device),
             FAR=launch.is_far((config.rows, width), X.stride()) or launch.is_far((config.rows, M), C.stride()),
             BN=config.rows,
             BM=config.filters,
@@ -254,6 +274,6 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         return out if atomic else launch.sum_slices(out)
 
     with launch.on_device(X):
-        key = ("pointwise", X.device, X.dtype, form, width, F, N.bit_length())
+        key = ("pointwise", X.device, X.dtype, form, width, F, M, bias, options.atomic, X.stride(), N.bit_length())
         config = launch.choose(key, configs(device, form, X.dtype, width, F), run)
         return run(config).view(V.shape)

@@ -15,7 +15,14 @@ from torch import Tensor
 from s3d_fast.kernels import launch
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Config, tile_offsets
-from s3d_fast.kernels.products import dot, exact_part, product_form, rows_times, times_rows
+from s3d_fast.kernels.products import (
+    dot,
+    leading_part,
+    product_form,
+    rows_times,
+    times_rows,
+    wants_filters_along_threads,
+)
 from s3d_fast.triton_options import current
 
 
@@ -23,7 +30,7 @@ from s3d_fast.triton_options import current
 def project_kernel(
     X,  # (N, D)
     C,  # (N, M)
-    V,  # (F, D (+ 1))
+    V,  # (F, D (+ 1)), of any layout
     U,  # (planes, chunk, F)
     begin,
     end,  # the rows of this chunk
@@ -35,6 +42,7 @@ def project_kernel(
     c_row,
     c_column,
     v_row,
+    v_column,
     plane,  # entries of a plane of U
     K: tl.constexpr,
     BIAS: tl.constexpr,
@@ -47,31 +55,36 @@ def project_kernel(
     """U = (X V^T) * C for a chunk of rows."""
     number = V.dtype.element_ty
     # Neighbouring programs take the same rows: X is read from memory once, and V, which is small, from cache.
+    blocks = tl.cdiv(F, BM)
+    block = tl.program_id(0) % blocks
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BN
     own = tl.arange(0, BM)
-    f = tl.program_id(0) * BM + own
-    V += tl.program_id(0).to(tl.int64) * BM * v_row
-    row = tl.program_id(1).to(tl.int64) * BN
+    f = block * BM + own
+    V += block.to(tl.int64) * BM * v_row
     r, k = tl.arange(0, BN), tl.arange(0, BK)
     inside_n, inside_f = r < end - begin - row, f < F
     x_tile = tile_offsets(r, x_row, k, x_column, FAR)
-    v_tile = own[None, :] * v_row + k[:, None]
+    v_tile = tile_offsets(k, v_column, own, v_row, FAR)
     X += (begin + row) * x_row
     u = tl.zeros((BN, BM), number)
     for first in range(0, D, BK):
         inside_d = k < D - first
         x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
-        v = tl.load(V + first + v_tile, mask=inside_d[:, None] & inside_f[None, :], other=0.0)
+        v = tl.load(V + v_tile, mask=inside_d[:, None] & inside_f[None, :], other=0.0)
         u = rows_times(x, v, u, FORM)
         X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
+        V += (tl.full((), BK, tl.int64) if FAR else BK) * v_column
     if BIAS:
-        u += tl.load(V + (own * v_row + D), mask=inside_f, other=0.0)[None, :]
+        # V has moved on by whole blocks.
+        left = D - tl.cdiv(D, BK) * BK
+        u += tl.load(V + (own * v_row + left * v_column), mask=inside_f, other=0.0)[None, :]
     column = f if K == 1 else f % M
     inside = inside_n[:, None] & inside_f[None, :]
     c_tile = tile_offsets(r, c_row, column, c_column, FAR)
     u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(number)
     where = U + row * F + (r[:, None] * F + f[None, :])
-    if FORM == "split" and U.dtype.element_ty == tl.bfloat16:
-        high = exact_part(u, tl.bfloat16)
+    if FORM == "split":
+        high = leading_part(u, FORM)
         tl.store(where, high, mask=inside)
         tl.store(where + plane, (u - high.to(tl.float32)).to(tl.bfloat16), mask=inside)
     else:
@@ -122,9 +135,9 @@ def accumulate_kernel(
         x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
         inside_u = inside_f[:, None] & inside_n[None, :]
         u = tl.load(U + u_tile, mask=inside_u, other=0.0)
-        if FORM == "split" and U.dtype.element_ty == tl.bfloat16:
+        if FORM == "split":
             low = tl.load(U + plane + u_tile, mask=inside_u, other=0.0)
-            total = dot(u, x, dot(low, x, total, "tf32"), "tf32")
+            total = dot(u, x, dot(low, x, total, "ieee"), "ieee")
             if BIAS:
                 bias_total += tl.sum(u.to(number) + low.to(number), 1)
         else:
@@ -145,7 +158,7 @@ def accumulate_kernel(
 # rows, and rows for depth.
 CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("nvidia", "fp32"): (
-        (Config(128, 64, 16, 8, 2), Config(128, 64, 16, 8, 3)),
+        (Config(128, 64, 16, 8, 3), Config(128, 64, 16, 8, 3)),
         (Config(64, 64, 16, 4, 3), Config(64, 64, 16, 8, 3)),
     ),
     ("nvidia", "tensor"): (
@@ -153,7 +166,8 @@ CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
         (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),
         (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 4, 3)),
     ),
-    ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 2), Config(32, 32, 16, 4, 2)),),
+    ("nvidia", "widened"): ((Config(64, 64, 32, 8, 3), Config(64, 64, 32, 8, 3)),),
+    ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 3), Config(32, 32, 16, 4, 3)),),
     ("amd", "fp32"): (
         (Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),
         (Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),
@@ -165,7 +179,9 @@ CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("amd", "fp64"): ((Config(32, 32, 16, 4, 2), Config(32, 32, 16, 4, 2)),),
     ("interpreter", "fp64"): ((Config(128, 64, 128, 1, 1), Config(128, 64, 128, 1, 1)),) * 2,
 }
-CONFIGS["interpreter", "fp32"] = CONFIGS["interpreter", "tensor"] = CONFIGS["interpreter", "fp64"]
+CONFIGS["amd", "widened"] = CONFIGS["amd", "fp32"]
+for _arithmetic in ("fp32", "tensor", "widened"):
+    CONFIGS["interpreter", _arithmetic] = CONFIGS["interpreter", "fp64"]
 
 
 # In place of the above where sizes or strides are not multiples of 16: every entry has an address of its own then.
@@ -188,16 +204,16 @@ def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) ->
 def _fits(config: Config, device: Device, form: str, stored: torch.dtype) -> bool:
     size, number = stored.itemsize, max(4, stored.itemsize)
     rows, filters, depth = config.rows, config.filters, config.depth
-    # Of a factor in two parts, or widened to TF32, copies are made.
-    copies = [depth * (rows + filters) * 4] if form == "split" else [0]
+    # Of a factor in two parts, or widened, copies are made.
+    copies = [2 * depth * (rows + filters) * 4] if form in ("split", "widened") else [0]
     return launch.fits(device, copies, [rows * depth * size, filters * depth * number], config.stages)
 
 
 def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
     """Return how many planes the product of rows and vectors is stored in, and their dtype."""
     if form == "split":
-        return (2, stored) if stored == torch.bfloat16 else (1, torch.float32)
-    return 1, stored
+        return 2, stored
+    return 1, torch.float32 if stored == torch.float16 and form != "rounded" else stored
 
 
 def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
@@ -207,10 +223,12 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     F = len(vectors)
     if F == 0 or N == 0:
         return torch.zeros_like(V)
-    form, device = product_form(X.dtype, options.arithmetic), describe(X.device)
+    device = describe(X.device)
+    form = product_form(X.dtype, options.arithmetic, device)
+    columns = vectors.mT.contiguous().mT if wants_filters_along_threads(form, device) else vectors
     planes, product_dtype = product_storage(form, X.dtype)
     row_bytes = planes * product_dtype.itemsize * F
-    far = launch.is_far((256, D), X.stride()) or launch.is_far((256, M), C.stride())
+    far = any(launch.is_far((256, max(D, F)), tensor.stride()) for tensor in (X, C, columns))
 
     def run(pair: tuple[Config, Config]) -> Tensor:
         project, accumulate = pair
@@ -221,14 +239,14 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         U = X.new_empty(planes, min(chunk, N), F, dtype=product_dtype)
         tiles = (triton.cdiv(D, accumulate.rows), triton.cdiv(F, accumulate.filters))
         per_slice, slices = launch.share_rows(min(chunk, N), tiles[0] * tiles[1], accumulate.depth, device)
-        out = torch.empty_like(vectors.expand(slices, -1, -1))
+        out = vectors.new_empty(slices, *vectors.shape)
         for begin in range(0, N, chunk):
             end = min(begin + chunk, N)
-            grid = (triton.cdiv(F, project.filters), triton.cdiv(end - begin, project.rows))
-            project_kernel[grid](
-                X, C, vectors, U, begin, end, D, F, M, *X.stride(), *C.stride(), vectors.stride(0), U.stride(0),
-                K=F // M, BIAS=bias, FORM=form, FAR=far, BN=project.rows, BM=project.filters, BK=project.depth,
-                **project.compile_options,
+            programs = triton.cdiv(F, project.filters) * triton.cdiv(end - begin, project.rows)
+            project_kernel[(programs,)](
+                X, C, columns, U, begin, end, D, F, M, *X.stride(), *C.stride(), *columns.stride(), U.stride(0),
+                K=1 if F == M else 2, BIAS=bias, FORM=form, FAR=far,
+                BN=project.rows, BM=project.filters, BK=project.depth, **project.compile_options,
             )  # fmt: skip
             accumulate_kernel[(*tiles, slices)](
                 X, U, out, begin, end, D, F, *X.stride(), U.stride(0), per_slice, int(begin == 0),
@@ -239,5 +257,6 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
 
     with launch.on_device(X):
         is_aligned = all(number % 16 == 0 for number in (D, F, M, X.stride(0), C.stride(0)))
-        key = ("pointwise_wide", X.device, X.dtype, form, is_aligned, D, F, N.bit_length())
+        kind = (X.device, X.dtype, form, is_aligned, bias)
+        key = ("pointwise_wide", kind, D, F, M, X.stride(), N.bit_length())
         return run(launch.choose(key, configs(device, form, X.dtype, is_aligned), run)).view(V.shape)

@@ -5,9 +5,10 @@ apart into a leading part that the tensor core represents exactly and a remainde
 (TF32, which holds float16 exactly) times smaller and is rounded: two products, with a relative error of 2^-16 or less.
 
 The form of a product, FORM, is one of
-    ieee     float32 by float32 multiplications, or float64 by float64 ones
+    ieee     float32 by float32 multiplications, or float64 by float64 ones; 16-bit rows are widened
     tf32     float32 numbers, each rounded to TF32
-    split    16-bit rows, the other factor in two parts
+    split    bfloat16 rows, the other factor in two parts of bfloat16
+    widened  float16 rows as TF32, the other factor in two parts of TF32
     rounded  16-bit rows, the other factor rounded to 16 bits
 """
 
@@ -17,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from s3d_fast.kernels.device import INTERPRETED
+from s3d_fast.kernels.device import INTERPRETED, Device
 
 DTYPES = {
     torch.float64: tl.float64,
@@ -27,13 +28,27 @@ DTYPES = {
 }
 
 
-def product_form(stored: torch.dtype, precision: str) -> str:
+def product_form(stored: torch.dtype, precision: str, device: Device) -> str:
     """Return the form of product for rows of this dtype, at a precision of `triton_options`."""
     if stored == torch.float64:
         return "ieee"
-    if stored == torch.float32:
-        return "ieee" if precision == "highest" else "tf32"
-    return "rounded" if precision == "medium" else "split"
+    if stored in (torch.bfloat16, torch.float16) and precision == "medium":
+        return "rounded"
+    if stored == torch.bfloat16:
+        return "split"
+    if not device.has_tf32:
+        return "ieee"
+    if stored == torch.float16:
+        return "widened"
+    return "ieee" if precision == "highest" else "tf32"
+
+
+def wants_filters_along_threads(form: str, device: Device) -> bool:
+    """Return whether products are made of single multiplications, which read V with filters along the threads.
+
+    AMD's matrix cores multiply float32 and float64 numbers as they are.
+    """
+    return form == "ieee" and device.vendor != "amd"
 
 
 # The interpreter multiplies the bits of 16-bit numbers; widened, which changes no value, they are multiplied rightly.
@@ -49,9 +64,9 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def exact_part(v, ROWS: tl.constexpr):
-    """The leading part of float32 numbers, as an operand for a tensor core that takes rows of type ROWS exactly."""
-    if tl.bfloat16 == ROWS:
+def leading_part(v, FORM: tl.constexpr):
+    """The leading part of float32 numbers that is exact on the tensor core."""
+    if FORM == "split":
         return v.to(tl.bfloat16)
     else:
         # TF32 keeps 10 bits of the mantissa.
@@ -59,37 +74,34 @@ def exact_part(v, ROWS: tl.constexpr):
 
 
 @triton.jit
-def exact_rows(x):
-    """Rows as an operand for that tensor core."""
-    if x.dtype == tl.bfloat16:
-        return x
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
 def rows_times(x, v, acc, FORM: tl.constexpr):
     """x @ v + acc, where x holds rows as they are stored and v is of the accumulator's type."""
-    if FORM == "split":
-        high = exact_part(v, x.dtype)
-        low = exact_part(v - high.to(tl.float32), x.dtype)
-        rows = exact_rows(x)
-        return dot(rows, high, dot(rows, low, acc, "tf32"), "tf32")
+    if FORM == "split" or FORM == "widened":
+        high = leading_part(v, FORM)
+        low = leading_part(v - high.to(tl.float32), FORM)
+        if FORM == "split":
+            return dot(x, high, dot(x, low, acc, "ieee"), "ieee")
+        else:
+            rows = x.to(tl.float32)
+            return dot(rows, high, dot(rows, low, acc, "tf32"), "tf32")
     elif FORM == "rounded":
-        return dot(x, v.to(x.dtype), acc, "tf32")
+        return dot(x, v.to(x.dtype), acc, "ieee")
     else:
-        return dot(x, v, acc, FORM)
+        return dot(x.to(acc.dtype), v, acc, FORM)
 
 
 @triton.jit
 def times_rows(u, x, acc, FORM: tl.constexpr):
     """u @ x + acc, where x holds rows as they are stored and u is of the accumulator's type."""
-    if FORM == "split":
-        high = exact_part(u, x.dtype)
-        low = exact_part(u - high.to(tl.float32), x.dtype)
-        rows = exact_rows(x)
-        return dot(high, rows, dot(low, rows, acc, "tf32"), "tf32")
+    if FORM == "split" or FORM == "widened":
+        high = leading_part(u, FORM)
+        low = leading_part(u - high.to(tl.float32), FORM)
+        if FORM == "split":
+            return dot(high, x, dot(low, x, acc, "ieee"), "ieee")
+        else:
+            rows = x.to(tl.float32)
+            return dot(high, rows, dot(low, rows, acc, "tf32"), "tf32")
     elif FORM == "rounded":
-        return dot(u.to(x.dtype), x, acc, "tf32")
+        return dot(u.to(x.dtype), x, acc, "ieee")
     else:
-        return dot(u, x, acc, FORM)
+        return dot(u, x.to(acc.dtype), acc, FORM)

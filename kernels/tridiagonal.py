@@ -1,7 +1,8 @@
 """The extreme eigenpairs of many small symmetric tridiagonal matrices: bisection, then inverse iteration, in float64.
 
 A lane is one end of the spectrum of one matrix. Everything runs along the matrix, one entry after the other, for all
-lanes of a program at once; the factors of the matrix go through memory that belongs to the lane.
+lanes of a program at once; the factors of the matrix go through memory that belongs to the lane. Barriers stand where a
+loop reads what another one wrote, since nothing promises that the same thread does both.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import launch
+from s3d_fast.kernels.device import INTERPRETED
 
-LANES, SHIFTS, WARPS = 32, 8, 1
+# Few lanes, so that few filters still make many programs; the interpreter takes as long for many as for few.
+LANES, SHIFTS, WARPS = 256 if INTERPRETED else 8, 8, 1
 # Each round leaves one of SHIFTS + 1 parts of the interval: 9^18 > 2^57, beyond the last bit of the spectral radius.
 ROUNDS = 18
 EPSILON = tl.constexpr(2.0**-52)
@@ -121,6 +124,7 @@ def extremes_kernel(
         d = tl.where(swap, u, next_d) - ratio * upper
         u = tl.where(swap, 0.0, next_u) - ratio * second
 
+    tl.debug_barrier()
     # A start without any structure: by symmetry, a regular one may be orthogonal to what is sought.
     x_first = vectors + lane * steps
     state = 12345
@@ -130,6 +134,7 @@ def extremes_kernel(
         tl.store(x_first + i, tl.where(regular, start, i == 0), mask=inside)
 
     for sweep in tl.static_range(3):
+        tl.debug_barrier()
         # The start is arbitrary: in the first sweep it stands for what elimination would have made of another start.
         if sweep > 0:
             current = tl.load(x_first, mask=regular, other=0.0)
@@ -143,6 +148,7 @@ def extremes_kernel(
                 current = tl.where(swap, current, following) - ratio * upper
                 factors += lanes
             tl.store(x_first + steps - 1, current, mask=regular)
+            tl.debug_barrier()
         factors = work + lane + (steps - 1) * lanes
         where = x_first + (steps - 1)
         after, second_after = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
@@ -157,6 +163,7 @@ def extremes_kernel(
             second_after, after = after, total
             factors -= lanes
             where -= 1
+        tl.debug_barrier()
         squares = tl.zeros((LANES,), tl.float64)
         size = tl.where(size > 0, size, 1.0)
         for i in range(steps):

@@ -343,17 +343,21 @@ def krylov_extend(
     length: Tensor,
     scale: Tensor,
     step: int,
+    q: Tensor,  # (M, D); changed
     *,
     backend: str = "auto",
 ) -> None:
-    """Take one Lanczos step in every space of a basis: see `reference.krylov_extend`."""
+    """Take one Lanczos step in every space of a basis: see `reference.krylov_extend`. q becomes basis[:, step + 1]."""
+    state = (alpha, beta, length, scale)
     chosen = resolve_backend(backend, basis, product)
+    if chosen == "triton":
+        triton_kernels.kernels().krylov_extend(basis, product, *state, step, q)
+        return
     if chosen == "cpu":
-        torch.ops.s3d_fast.krylov_extend(basis, product, alpha, beta, length, scale, step)
-    elif chosen == "triton":
-        triton_kernels.kernels().krylov_extend(basis, product, alpha, beta, length, scale, step)
+        torch.ops.s3d_fast.krylov_extend(basis, product, *state, step)
     else:
-        reference.krylov_extend(basis, product, alpha, beta, length, scale, step)
+        reference.krylov_extend(basis, product, *state, step)
+    q.copy_(basis[:, step + 1])
 
 
 def tridiagonal_extremes(

@@ -143,9 +143,8 @@ class _Lockstep:
             self.alpha, self.beta = (_enlarged(tensor, 2 * layer.steps + 1) for tensor in (self.alpha, self.beta))
         own = self.own[layer]
         state = (self.alpha[own], self.beta[own], self.length[own], self.scale[own])
-        ops.krylov_extend(layer.basis, product, *state, layer.steps, backend=self.backend)
+        ops.krylov_extend(layer.basis, product, *state, layer.steps, layer.q, backend=self.backend)
         layer.steps += 1
-        layer.q.copy_(layer.basis[:, layer.steps])
 
     def progress(self) -> Tensor:  # (2, filters), bool
         """Find the Ritz vectors; return which filters have converged, and which of them are well past it."""
@@ -173,7 +172,7 @@ class _Lockstep:
             if last or all(converged[own]):
                 layer.release(range(len(layer)), *results)
                 # The basis is large, and not needed any more.
-                layer.basis = layer.basis[:0]
+                layer.basis = layer.basis.new_empty(0, 0, layer.basis.shape[2])
                 continue
             rows = list(range(own.start, own.stop))
             # Copying the rest is paid for by halving the work of every later step.

@@ -1,0 +1,110 @@
+"""Every kernel compiles for GPUs that are not here, without spills, within shared memory, and for tensor cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from benchmarks import roofline
+from s3d_fast.kernels import aot
+from s3d_fast.kernels.compiled import TARGETS, Compiled
+
+ROOT = Path(__file__).parents[1]
+COMMITTED = ROOT / "docs" / "gpu.json"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Compile everything, in a process of its own: in this one kernels are interpreted."""
+    path = tmp_path_factory.mktemp("aot") / "gpu.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "s3d_fast.kernels.aot", "--json", str(path)]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(path.read_text())
+
+
+def identity(entry: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(entry[name] for name in ("kernel", "target", "dtype", "config"))
+
+
+def test_every_kernel_compiles_for_every_gpu_without_a_fault(compiled: list[dict[str, Any]]) -> None:
+    for target in TARGETS:
+        for dtype in aot.CHECKED:
+            own = {entry["kernel"] for entry in compiled if (entry["target"], entry["dtype"]) == (target, dtype)}
+            families = {name.split(",")[0] for name in own}
+            wanted = {"pointwise", "wide", "grouped", "edgeconv", "curvature", "surgery", "sum of slices"}
+            assert wanted <= families
+            if dtype == "fp32":
+                assert {"krylov", "tridiagonal"} <= families
+    assert all(entry["spills"] == 0 for entry in compiled)
+    for entry in compiled:
+        assert entry["shared_memory"] <= TARGETS[entry["target"]].device.shared_memory
+        if entry["dtype"] == "bf16" and entry["kernel"].split(",")[0] in ("pointwise", "wide", "edgeconv", "grouped"):
+            assert entry["tensor_core"] > 0 or entry["kernel"].startswith("grouped, sums"), entry
+
+
+def test_the_committed_table_is_of_these_kernels(compiled: list[dict[str, Any]]) -> None:
+    committed = json.loads(COMMITTED.read_text())
+    assert sorted(map(identity, committed)) == sorted(map(identity, compiled)), (
+        "run python -m s3d_fast.kernels.aot --json docs/gpu.json --markdown docs/gpu_table.md"
+    )
+    if triton.__version__ == "3.8.0":
+        assert sorted(committed, key=identity) == sorted(compiled, key=identity)
+
+
+def test_the_document_shows_the_table() -> None:
+    table = aot.table([Compiled(**entry) for entry in json.loads(COMMITTED.read_text())])
+    assert table in (ROOT / "docs" / "gpu.md").read_text()
+
+
+GOOD = Compiled("pointwise", "sm_80", "bf16", "32x64x64", 128, 40000, 0, 96, 1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"spills": 8}, "spills 8 bytes"),
+        ({"shared_memory": 170000}, "wants 170000 bytes of shared memory of 166912"),
+        ({"tensor_core": 0}, "no tensor-core instruction"),
+    ],
+)
+def test_faults_are_found(change: dict[str, int], fault: str) -> None:
+    source = next(iter(aot.Sources(TARGETS["sm_80"], "bf16")))
+    assert source.on_tensor_cores
+    assert aot.faults(GOOD, source) == []
+    (found,) = aot.faults(replace(GOOD, **change), source)
+    assert fault in found
+
+
+def test_roofline_predicts_every_network_on_every_gpu() -> None:
+    table = roofline.Table(COMMITTED)
+    for rows, edges in roofline.NETWORK_LAYERS.values():
+        for gpu in roofline.GPUS.values():
+            for dtype in ("fp32", "bf16"):
+                parts = roofline.predict(gpu, dtype, table, rows, edges)
+                product, unfused = parts["S v of the network"]
+                # No kernel is faster than its arithmetic or its traffic at the peaks; and the flops are those of S v.
+                least = max(product.flops / gpu.flops[dtype], product.bytes / gpu.memory)
+                assert product.seconds >= least
+                flops = sum(4 * case.N * case.D * case.M for case in rows)
+                flops += sum(8 * case.B * case.P * case.F * case.M for case in edges)
+                assert product.flops >= flops
+                assert unfused.flops >= flops
+                assert unfused.bytes > product.bytes
+
+
+def test_roofline_says_that_it_is_a_model() -> None:
+    command = [sys.executable, "-m", "benchmarks.roofline", "--dtypes", "bf16"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    assert run.stdout.startswith("A MODEL, NOT A MEASUREMENT")
+    assert all(name in run.stdout for name in ("A100", "H100", "MI300X", "MobileNetV1", "DGCNN", "eigen phase"))
