@@ -22,8 +22,9 @@ install: $(READY) ## Make .venv with pinned dependencies and this package, edita
 demo: $(READY) ## Grow RBF networks with S2D and S3D (about three minutes); figures go to runs/rbf/.
 	$(BIN)/s3d-fast rbf --out runs/rbf
 
-test: $(READY) ## Run the tests.
-	$(BIN)/python -m pytest -q
+# Files stay together: fixtures that take long, such as compiling all kernels, are made once.
+test: $(READY) ## Run the tests, on two cores.
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 DEVICE ?= cpu
 bench: $(READY) ## Time everything against the reference, with DEVICE=cuda on a GPU; ratios go to runs/benchmarks.md.

@@ -183,7 +183,7 @@ class Fused:
         return first + second + kernel(self.gpu, "fp32", slices * V / 4, (slices + 1) * V)
 
     def edges(self, case: EdgeCase) -> Work:
-        """Return the three launches of an EdgeConv layer, and the sum of its slices."""
+        """Return the four launches of an EdgeConv layer, and the sum of its slices."""
         rows, size = case.B * case.P, self.stored.itemsize
         product, sums = edgeconv.configs(self.target.device, self.form, self.stored)[0]
         X, C, V, L = rows * case.F * size, rows * case.M * size, 8 * case.M * case.F, 4 * rows * case.M
@@ -191,25 +191,25 @@ class Fused:
         programs = math.ceil(rows / product.rows) * math.ceil(case.M / product.filters)
         busy = self.table.busy(self.gpu, self.dtype, "edgeconv, points", programs, product.warps)
         first = kernel(self.gpu, self.dtype, flops, X + V + L, 0, busy)
-        # P by the winner comes from cache: a cloud's part of it is small.
+        # P by the winner comes from cache: a cloud's part of it is small. Winners take 4 bytes, like a product.
         second = kernel(self.gpu, self.dtype, flops, X + V + L + C + L + L, L, busy)
+        # order and start take 4 bytes each; t by order comes from cache.
+        third = kernel(self.gpu, "fp32", rows * case.M, 4 * L, L)
         tiles = math.ceil(case.F / sums.depth) * math.ceil(case.M / sums.filters)
         _, slices = launch.share_rows(rows, tiles, sums.rows, self.target.device)
         busy = self.table.busy(self.gpu, self.dtype, "edgeconv, sums", tiles * slices, sums.warps)
-        features = math.ceil(case.F / sums.depth)
-        # order and start are 4 bytes each; t is read as it is and by order.
-        third = kernel(self.gpu, self.dtype, 2 * flops, X + 3 * L + slices * V, 4 * features * L, busy)
-        return first + second + third + kernel(self.gpu, "fp32", slices * V / 4, (slices + 1) * V)
+        cached = math.ceil(case.F / sums.depth) * 2 * L
+        fourth = kernel(self.gpu, self.dtype, 2 * flops, X + 2 * L + slices * V, cached, busy)
+        return first + second + third + fourth + kernel(self.gpu, "fp32", slices * V / 4, (slices + 1) * V)
 
     def lanczos_step(self, sizes: Sequence[tuple[int, int]], step: int) -> Work:
-        """Return the orthogonalization of every layer, a launch each, and its share of the checks."""
+        """Return the orthogonalization of every layer, a launch each, and a share of the check of all of them."""
         work = Work()
         for filters, width in sizes:
             work += kernel(self.gpu, "fp32", 8 * filters * width * step, 4 * filters * width * (2 * step + 3))
-            # The tridiagonal eigenproblem follows a chain of divisions, some 30 sweeps long at 40 clocks a step.
-            seconds = 30 * step * 40 / 1.5e9 + GAP
-            work += Work(seconds=seconds / CHECK_EVERY, launches=1 / CHECK_EVERY, bound="latency")
-        return work
+        # The tridiagonal eigenproblem follows a chain of divisions, some 30 sweeps long at 40 clocks a step.
+        seconds = 30 * step * 40 / 1.5e9 + GAP
+        return work + Work(seconds=seconds / CHECK_EVERY, launches=1 / CHECK_EVERY, bound="latency")
 
 
 class Unfused:
@@ -246,17 +246,15 @@ class Unfused:
         return work
 
     def lanczos_step(self, sizes: Sequence[tuple[int, int]], step: int) -> Work:
-        """Return `reference.krylov_extend` of every layer and its share of the checks, each operation a launch."""
+        """Return `reference.krylov_extend` of every layer and a share of the check of all, each operation a launch."""
         work = Work()
         for filters, width in sizes:
-            moved = 4 * filters * width * (4 * step + 12)
-            work += kernel(self.gpu, "fp32", 8 * filters * width * step, moved)
+            work += kernel(self.gpu, "fp32", 8 * filters * width * step, 4 * filters * width * (4 * step + 12))
             work += Work(seconds=(KRYLOV_LAUNCHES - 1) * GAP, launches=KRYLOV_LAUNCHES - 1, bound="memory")
-            # A batched eigenproblem: about 9 k^3 flops a matrix in float64, at a tenth of the float32 peak.
-            seconds = 9 * step**3 * filters / (self.gpu.flops["fp32"] / 10)
-            launches = TRIDIAGONAL_LAUNCHES / CHECK_EVERY
-            work += Work(seconds=seconds / CHECK_EVERY + launches * GAP, launches=launches, bound="arithmetic")
-        return work
+        # A batched eigenproblem: about 9 k^3 flops a matrix in float64, at a tenth of the float32 peak.
+        seconds = 9 * step**3 * sum(filters for filters, _ in sizes) / (self.gpu.flops["fp32"] / 10)
+        launches = TRIDIAGONAL_LAUNCHES / CHECK_EVERY
+        return work + Work(seconds=seconds / CHECK_EVERY + launches * GAP, launches=launches, bound="arithmetic")
 
 
 class _Launches(TorchDispatchMode):

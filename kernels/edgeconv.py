@@ -221,14 +221,22 @@ for _arithmetic in ("fp32", "tensor", "widened"):
 def configs(device: Device, form: str, stored: torch.dtype) -> list[tuple[Config, Config]]:
     """Return the pairs of configurations that fit the device, the default one first."""
     table = CONFIGS[device.vendor, launch.arithmetic(form, stored)]
-    return [pair for pair in table if all(_fits(config, device, form, stored) for config in pair)]
+    limit = device.shared_memory
+    return [pair for pair in table if max(shared_memory(*pair, device, stored)) <= limit]
 
 
-def _fits(config: Config, device: Device, form: str, stored: torch.dtype) -> bool:
+def shared_memory(product: Config, sums: Config, device: Device, stored: torch.dtype) -> tuple[int, int]:
+    """Return the shared memory of a program of the products, and of one of the sums, at most."""
     size, number = stored.itemsize, max(4, stored.itemsize)
-    rows, filters, depth = config.rows, config.filters, config.depth
-    copies = [max(rows * filters * number, 2 * depth * (rows + filters) * number)]
-    return launch.fits(device, copies, [rows * depth * size, 2 * filters * max(depth, rows) * number], config.stages)
+    found = []
+    for config, other in ((product, product.depth), (sums, sums.rows)):
+        # The other factor comes in two: a and b, or what was sent and received. It is made an operand in two parts.
+        factor = other * config.filters * number
+        rows = config.rows * config.depth
+        found.append(
+            launch.shared_memory(device, [2 * factor, rows * number], [rows * size, 2 * factor], config.stages)
+        )
+    return found[0], found[1]
 
 
 def edgeconv_matvec(X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool) -> Tensor:

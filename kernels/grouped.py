@@ -145,7 +145,10 @@ class GroupedConfig:
 # which needs as many registers as the widest: its tiles are smaller than those of `pointwise`.
 CONFIGS: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1),),
-    ("nvidia", "tensor"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (16, 32)), 8, 3, 1),),
+    ("nvidia", "tensor"): (
+        GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (16, 32)), 8, 3, 1),
+        GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1),
+    ),
     ("nvidia", "widened"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (16, 32), (16, 16)), 8, 3, 1),),
     ("nvidia", "fp64"): (GroupedConfig(((16, 16),) * 5, 8, 2, 1),),
     ("amd", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
@@ -172,14 +175,15 @@ def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) ->
     """Return the configurations that fit the device, the default one first."""
     key = (device.vendor, launch.arithmetic(form, stored))
     table = CONFIGS[key] if is_aligned else UNALIGNED.get(key, CONFIGS[key])
-    return [
-        config
-        for config in table
-        if all(
-            pointwise.fits(Config(rows, filters, width, config.warps, config.stages), device, stored)
-            for width, (rows, filters) in zip(WIDTHS, config.tiles, strict=True)
-        )
-    ]
+    return [config for config in table if shared_memory(config, device, form, stored) <= device.shared_memory]
+
+
+def shared_memory(config: GroupedConfig, device: Device, form: str, stored: torch.dtype) -> int:
+    """Return the shared memory of a program, at most: that of the widest tile."""
+    return max(
+        pointwise.shared_memory(Config(rows, filters, width, config.warps, config.stages), device, form, stored)
+        for width, (rows, filters) in zip(WIDTHS, config.tiles, strict=True)
+    )
 
 
 @dataclass(frozen=True)

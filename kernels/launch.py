@@ -50,15 +50,15 @@ def arithmetic(form: str, stored: torch.dtype) -> str:
     return "fp32" if form == "ieee" else "tensor"
 
 
-def fits(device: Device, tiles: Sequence[int], buffered: Sequence[int], stages: int) -> bool:
-    """Return whether tiles of these many bytes, some of them loaded ahead, fit in shared memory.
+def shared_memory(device: Device, tiles: Sequence[int], buffered: Sequence[int], stages: int) -> int:
+    """Return how much shared memory a program takes at most, for tiles of these many bytes, some of them loaded ahead.
 
     While one stage is worked on, the others are loaded. On AMD loads are not staged there, and a tile passes through
     it while no other does.
     """
     if device.vendor == "amd":
-        return max(*tiles, *buffered) <= device.shared_memory
-    return sum(tiles) + (stages - 1) * sum(buffered) <= device.shared_memory
+        return max(*tiles, *buffered)
+    return sum(tiles) + (stages - 1) * sum(buffered)
 
 
 C = TypeVar("C")

@@ -218,17 +218,22 @@ def configs(device: Device, form: str, stored: torch.dtype, width: int, filters:
     candidates = [
         Config(rows, block, width, warps, stages).for_filters(filters) for rows, block, warps, stages in table
     ]
-    return [config for config in dict.fromkeys(candidates) if fits(config, device, stored)]
+    return [
+        config
+        for config in dict.fromkeys(candidates)
+        if shared_memory(config, device, form, stored) <= device.shared_memory
+    ]
 
 
-def fits(config: Config, device: Device, stored: torch.dtype) -> bool:
-    """Return whether a program's tiles fit in shared memory; depth is the width."""
+def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype) -> int:
+    """Return the shared memory of a program, at most; depth is the width."""
     BN, BM, BD, size = config.rows, config.filters, config.depth, stored.itemsize
     number = max(size, 4)
-    # The vectors, and the product on its way to being an operand; widened, both parts of these and the rows.
-    parts = 2 if stored == torch.float16 else 1
-    tiles = [parts * BM * BD * number, 2 * parts * BN * BM * number, BN * BD * number]
-    return launch.fits(device, tiles, [BN * BD * size, BN * BM * size], config.stages)
+    # The vectors, and the product on its way to being an operand; in TF32 also the rows, and widened two parts of all.
+    parts = 2 if form == "widened" else 1
+    rows = BN * BD * number if form in ("tf32", "widened") else 0
+    tiles = [parts * BM * BD * number, 2 * parts * BN * BM * number, rows]
+    return launch.shared_memory(device, tiles, [BN * BD * size, BN * BM * size], config.stages)
 
 
 def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:

@@ -198,15 +198,20 @@ def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) ->
     """Return the pairs of configurations that fit the device, the default one first."""
     key = (device.vendor, launch.arithmetic(form, stored))
     table = CONFIGS[key] if is_aligned else UNALIGNED.get(key, CONFIGS[key])
-    return [pair for pair in table if all(_fits(config, device, form, stored) for config in pair)]
+    return [
+        pair
+        for pair in table
+        if all(shared_memory(config, device, form, stored) <= device.shared_memory for config in pair)
+    ]
 
 
-def _fits(config: Config, device: Device, form: str, stored: torch.dtype) -> bool:
+def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype) -> int:
+    """Return the shared memory of a program of either kernel, at most."""
     size, number = stored.itemsize, max(4, stored.itemsize)
     rows, filters, depth = config.rows, config.filters, config.depth
     # Of a factor in two parts, or widened, copies are made.
     copies = [2 * depth * (rows + filters) * 4] if form in ("split", "widened") else [0]
-    return launch.fits(device, copies, [rows * depth * size, filters * depth * number], config.stages)
+    return launch.shared_memory(device, copies, [rows * depth * size, filters * depth * number], config.stages)
 
 
 def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:

@@ -6,6 +6,7 @@ from s3d_fast.checkpoint import load_grown, save_grown
 from s3d_fast.costs import Cost, count, marginal
 from s3d_fast.graph import Graph, Unit
 from s3d_fast.growth import Grower, Phase
+from s3d_fast.incoming import Incoming, incoming_edges
 from s3d_fast.layers import register_layer
 from s3d_fast.operators import (
     ConvOperator,
@@ -30,6 +31,7 @@ from s3d_fast.solvers import Spectrum, extremal_eigenpairs
 from s3d_fast.surgery import apply_splits
 from s3d_fast.tracing import trace
 from s3d_fast.training import EpochTrainer
+from s3d_fast.triton_options import TritonOptions, triton_options
 
 __version__ = "0.1.0"
 
@@ -43,6 +45,7 @@ __all__ = [
     "Gaussian",
     "Graph",
     "Grower",
+    "Incoming",
     "NeuronSplit",
     "Phase",
     "PointwiseOperator",
@@ -51,6 +54,7 @@ __all__ = [
     "SplitPlan",
     "SplittingOperator",
     "SumOperator",
+    "TritonOptions",
     "Unit",
     "activation",
     "activation_names",
@@ -62,6 +66,7 @@ __all__ = [
     "curvature_coefficients",
     "edgeconv_matvec",
     "extremal_eigenpairs",
+    "incoming_edges",
     "load_grown",
     "marginal",
     "optimal_split",
@@ -73,4 +78,5 @@ __all__ = [
     "splitting_matvec",
     "splitting_matvec_grouped",
     "trace",
+    "triton_options",
 ]

@@ -14,8 +14,11 @@ import pytest
 import triton
 
 from benchmarks import roofline
-from s3d_fast.kernels import aot
+from s3d_fast.kernels import aot, edgeconv, grouped, pointwise, pointwise_wide
 from s3d_fast.kernels.compiled import TARGETS, Compiled
+from s3d_fast.kernels.device import Device
+from s3d_fast.kernels.launch import Config
+from s3d_fast.kernels.products import product_form
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "docs" / "gpu.json"
@@ -55,15 +58,56 @@ def test_every_kernel_compiles_for_every_gpu_without_a_fault(compiled: list[dict
 def test_the_committed_table_is_of_these_kernels(compiled: list[dict[str, Any]]) -> None:
     committed = json.loads(COMMITTED.read_text())
     assert sorted(map(identity, committed)) == sorted(map(identity, compiled)), (
-        "run python -m s3d_fast.kernels.aot --json docs/gpu.json --markdown docs/gpu_table.md"
+        "run python -m s3d_fast.kernels.aot --json docs/gpu.json, and python docs/make_gpu.py"
     )
     if triton.__version__ == "3.8.0":
         assert sorted(committed, key=identity) == sorted(compiled, key=identity)
 
 
-def test_the_document_shows_the_table() -> None:
-    table = aot.table([Compiled(**entry) for entry in json.loads(COMMITTED.read_text())])
-    assert table in (ROOT / "docs" / "gpu.md").read_text()
+def test_the_document_shows_the_table_and_the_model() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    assert aot.table([Compiled(**entry) for entry in json.loads(COMMITTED.read_text())]) in text
+    assert roofline.report(roofline.Table(COMMITTED), ("fp32", "bf16")) in text, "run python docs/make_gpu.py"
+
+
+def config_of(label: str) -> Config:
+    tile, warps, stages = label.split(", ")
+    sizes = map(int, tile.split("x"))
+    return Config(*sizes, warps=int(warps.split()[0]), stages=int(stages.split()[0]))
+
+
+def test_no_kernel_takes_more_shared_memory_than_its_table_is_pruned_by() -> None:
+    for entry in json.loads(COMMITTED.read_text()):
+        device, dtype = TARGETS[entry["target"]].device, aot.STORED[entry["dtype"]]
+        form = product_form(dtype, "highest", device)
+        family = entry["kernel"].split(",")[0]
+        if family == "pointwise":
+            bound = pointwise.shared_memory(config_of(entry["config"]), device, form, dtype)
+        elif family == "wide":
+            bound = pointwise_wide.shared_memory(config_of(entry["config"]), device, form, dtype)
+        elif family == "edgeconv" and "receive" not in entry["kernel"]:
+            config = config_of(entry["config"])
+            bound = edgeconv.shared_memory(config, config, device, dtype)["sums" in entry["kernel"]]
+        elif family == "grouped" and "sums" not in entry["kernel"]:
+            config = grouped.configs(device, form, dtype, "general" not in entry["kernel"])[0]
+            bound = grouped.shared_memory(config, device, form, dtype)
+        else:
+            continue
+        assert entry["shared_memory"] <= bound, entry
+
+
+# The least that a GPU has on which Triton's kernels run: sm_86, and every AMD GPU.
+@pytest.mark.parametrize("device", [Device("nvidia", 20, 101376, True), Device("amd", 20, 65536, False)], ids=str)
+def test_small_gpus_have_configurations_that_fit(device: Device) -> None:
+    for dtype in aot.STORED.values():
+        for precision in ("highest", "high", "medium"):
+            form = product_form(dtype, precision, device)
+            for width in grouped.WIDTHS:
+                assert pointwise.configs(device, form, dtype, width, 1024), (dtype, form, width)
+            for is_aligned in (False, True):
+                assert grouped.configs(device, form, dtype, is_aligned), (dtype, form, is_aligned)
+            assert pointwise_wide.configs(device, form, dtype, True), (dtype, form)
+            assert edgeconv.configs(device, form, dtype), (dtype, form)
 
 
 GOOD = Compiled("pointwise", "sm_80", "bf16", "32x64x64", 128, 40000, 0, 96, 1000)
