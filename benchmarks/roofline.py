@@ -326,11 +326,18 @@ def predict(gpu: Gpu, dtype: str, table: Table, rows: list[RowsCase], edges: lis
     if narrow:
         name = f"{len(narrow)} layers in one launch"
         results[name] = [fused.narrow(narrow), sum((unfused.rows(case, dtype) for case in narrow), Work())]
-    for case in rows:
-        if case.D > 256:
-            results[f"N{case.N} D{case.D} M{case.M}"] = [fused.wide(case), unfused.rows(case, dtype)]
-    for case in edges:
-        results[f"EdgeConv B{case.B} P{case.P} F{case.F} M{case.M}"] = [fused.edges(case), unfused.edges(case, dtype)]
+    parts = [
+        (f"N{case.N} D{case.D} M{case.M}", fused.wide(case), unfused.rows(case, dtype)) for case in rows if case.D > 256
+    ]
+    parts += [
+        (f"EdgeConv B{case.B} P{case.P} F{case.F} M{case.M}", fused.edges(case), unfused.edges(case, dtype))
+        for case in edges
+    ]
+    # Layers of the same shape are one line.
+    for name in dict.fromkeys(name for name, _, _ in parts):
+        equal = [part for part in parts if part[0] == name]
+        label = name if len(equal) == 1 else f"{len(equal)} x {name}"
+        results[label] = [sum((ours for _, ours, _ in equal), Work()), sum((theirs for _, _, theirs in equal), Work())]
     products = [sum((pair[i] for pair in results.values()), Work()) for i in (0, 1)]
     sizes = [(case.M, case.D) for case in rows] + [(case.M, 2 * case.F) for case in edges]
     phase = [Work(), Work()]

@@ -224,7 +224,7 @@ class Sources:
         if self.kind not in ("fp32", "fp64"):
             return
         numbers = {name: f"*{self.dtype}" for name in ("basis", "product", "alpha", "beta", "scale", "q")}
-        for width in (64, 1024, krylov.WIDEST):
+        for width in (64, 1024, krylov.WIDEST // (2 if self.kind == "fp64" else 1)):
             BK, BD, warps = krylov.config(width)
             constants = {"BK": BK, "BD": BD}
             yield self.source(

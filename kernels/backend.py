@@ -97,7 +97,7 @@ def krylov_extend(
     """Take one Lanczos step in every space of a basis; the next basis vectors go to q too."""
     state = (alpha, beta, length, scale)
     is_dense = all(tensor.is_contiguous() for tensor in (basis, q, *state)) and alpha.shape == beta.shape
-    if is_dense and basis.shape[2] <= krylov.WIDEST:
+    if is_dense and basis.shape[2] * basis.itemsize <= krylov.WIDEST * torch.float32.itemsize:
         krylov.krylov_extend(basis, product, *state, step, q)
     else:
         reference.krylov_extend(basis, product, *state, step)

@@ -233,9 +233,10 @@ def shared_memory(product: Config, sums: Config, device: Device, stored: torch.d
         # The other factor comes in two: a and b, or what was sent and received. It is made an operand in two parts.
         factor = other * config.filters * number
         rows = config.rows * config.depth
-        found.append(
-            launch.shared_memory(device, [2 * factor, rows * number], [rows * size, 2 * factor], config.stages)
-        )
+        # Addresses of winners, 8 bytes each.
+        epilogue = 8 * config.rows * config.filters
+        tiles, buffered = [2 * factor, rows * number], [rows * size, 2 * factor]
+        found.append(launch.shared_memory(device, tiles, buffered, config.stages, epilogue))
     return found[0], found[1]
 
 

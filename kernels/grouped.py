@@ -164,6 +164,7 @@ CONFIGS: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
 UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1),),
     ("nvidia", "tensor"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1),),
+    ("nvidia", "widened"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 16), (16, 16)), 8, 3, 1),),
     ("amd", "fp32"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
     ("amd", "tensor"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s3d_fast.kernels import launch
 
-# The longest vector that a program keeps in registers.
+# The longest vector that a program keeps in registers: in float32, and half of that in float64.
 WIDEST = 16384
 # Entries of the basis that a program holds at once.
 TILE = 4096

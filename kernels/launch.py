@@ -50,15 +50,16 @@ def arithmetic(form: str, stored: torch.dtype) -> str:
     return "fp32" if form == "ieee" else "tensor"
 
 
-def shared_memory(device: Device, tiles: Sequence[int], buffered: Sequence[int], stages: int) -> int:
+def shared_memory(device: Device, tiles: Sequence[int], buffered: Sequence[int], stages: int, epilogue: int = 0) -> int:
     """Return how much shared memory a program takes at most, for tiles of these many bytes, some of them loaded ahead.
 
-    While one stage is worked on, the others are loaded. On AMD loads are not staged there, and a tile passes through
-    it while no other does.
+    While one stage is worked on, the others are loaded. When the loop is over, the result passes through in place of
+    the tiles; on AMD every tile that is not loaded ahead does so.
     """
+    ahead = (stages - 1) * sum(buffered)
     if device.vendor == "amd":
-        return max(*tiles, *buffered)
-    return sum(tiles) + (stages - 1) * sum(buffered)
+        return max(*tiles, ahead, epilogue)
+    return max(sum(tiles) + ahead, epilogue)
 
 
 C = TypeVar("C")

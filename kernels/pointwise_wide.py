@@ -209,9 +209,12 @@ def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype
     """Return the shared memory of a program of either kernel, at most."""
     size, number = stored.itemsize, max(4, stored.itemsize)
     rows, filters, depth = config.rows, config.filters, config.depth
+    epilogue = rows * filters * number
     # Of a factor in two parts, or widened, copies are made.
     copies = [2 * depth * (rows + filters) * 4] if form in ("split", "widened") else [0]
-    return launch.shared_memory(device, copies, [rows * depth * size, filters * depth * number], config.stages)
+    return launch.shared_memory(
+        device, copies, [rows * depth * size, filters * depth * number], config.stages, epilogue
+    )
 
 
 def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:

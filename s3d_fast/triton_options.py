@@ -53,8 +53,9 @@ def triton_options(
             "highest": float32 by IEEE arithmetic; 16-bit rows on tensor cores, exactly, the other factor in two parts.
             "high": the same, but float32 in TF32 on tensor cores.
             "medium": the same as "high", but with 16-bit rows the other factor is rounded to 16 bits too.
-        atomic: add partial sums by atomic operations: less memory, and results that differ in their last bits from run
-            to run. Without it the same call gives the same bits on the same device.
+        atomic: let single layers of up to 256 inputs, and EdgeConv layers, add partial sums by atomic operations: less
+            memory, and results that differ in their last bits from run to run. All else, and everything without it,
+            gives the same bits at every call on the same kind of GPU.
         tune: time every configuration that fits the device at the first call of each kind, and keep the fastest.
         scratch_bytes: how much memory the product may take that layers with more than 256 inputs store.
 
