@@ -1,0 +1,108 @@
+"""What the tests of the Triton kernels share: memory that holds NaN at first, GPUs that are not there, and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from s3d_fast import ops, reference
+from s3d_fast.kernels import device, launch
+from s3d_fast.kernels.compiled import TARGETS
+from s3d_fast.kernels.device import Device
+from tests.cases import DTYPE_NAMES, TOLERANCE, relative_error
+from tests.extension_cases import COMPUTE_DTYPES, DTYPES, doubles
+
+Matvec = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_NAMES.get)
+compute_dtypes = pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=DTYPE_NAMES.get)
+
+# With few processors, so that programs have several tiles.
+GPUS = {TARGETS[name].device.vendor: replace(TARGETS[name].device, processors=2) for name in ("sm_90", "gfx942")}
+every_vendor = pytest.mark.parametrize("vendor", GPUS)
+
+# The dtypes and precisions that a table of configurations is for, by its arithmetic.
+ARITHMETIC = {
+    "fp64": [(torch.float64, "highest")],
+    "fp32": [(torch.float32, "highest")],
+    "tensor": [(torch.bfloat16, "highest"), (torch.float32, "high")],
+    "widened": [(torch.float16, "highest")],
+}
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Let memory that is not initialised hold NaN, so that an entry left out is noticed."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, vendor: str) -> Device:
+    """Let the interpreter choose configurations as on a GPU, and return that."""
+    monkeypatch.setattr(device, "INTERPRETER", GPUS[vendor])
+    monkeypatch.setattr(launch, "_TUNED", {})
+    return GPUS[vendor]
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel."""
+
+    grid: tuple[int, ...]
+    arguments: tuple
+    constants: dict[str, Any]
+
+
+class Recorder:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.launches = kernel, list[Launch]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*arguments: Any, **constants: Any) -> None:
+            self.launches.append(Launch(grid, arguments, constants))
+            self.kernel[grid](*arguments, **constants)
+
+        return run
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[Launch]:
+    """Return the list that launches of a kernel will be added to."""
+    recorder = Recorder(getattr(module, name))
+    monkeypatch.setattr(module, name, recorder)
+    return recorder.launches
+
+
+def matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool = False) -> Tensor:
+    """Return S v by the Triton backend."""
+    return ops.splitting_matvec(X, C, V, bias=bias, backend="triton")
+
+
+def assert_matvec(
+    X: Tensor, C: Tensor, V: Tensor, bias: bool = False, label: object = "", call: Matvec = matvec
+) -> Tensor:
+    """Check S v against the reference in float64, and that the arguments stay as they were; return it."""
+    before = [tensor.clone() for tensor in (X, C, V)]
+    SV = call(X, C, V, bias)
+    assert (SV.shape, SV.dtype) == (V.shape, V.dtype), label
+    error = relative_error(SV, reference.splitting_matvec(*doubles(X, C, V), bias))
+    assert error < TOLERANCE[X.dtype], f"{label}: error {error}"
+    for tensor, old in zip((X, C, V), before, strict=True):
+        assert torch.equal(tensor, old), f"{label}: an argument was changed"
+    return SV
+
+
+def rounding_bound(X: Tensor, C: Tensor, V: Tensor, bias: bool, unit: float) -> Tensor:
+    """Return how far S v may be off where V and the product are each rounded by a fraction `unit` of an entry."""
+    X, C, V = (tensor.double().abs() for tensor in (X, C, V))
+    # Below the smallest normal number rounding is absolute.
+    smallest = 2.0**-24
+    V = V + smallest
+    return (2.1 * unit) * reference.splitting_matvec(X, C, V, bias) + smallest * reference.with_ones(X).sum()

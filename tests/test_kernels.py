@@ -1,0 +1,404 @@
+"""S v of rows by the Triton kernels, in Triton's interpreter, against the reference in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import cycle, product
+
+import pytest
+import torch
+
+from s3d_fast import ops, reference
+from s3d_fast.kernels import device, launch, pointwise, pointwise_wide
+from s3d_fast.kernels.launch import Config
+from s3d_fast.kernels.products import product_form
+from s3d_fast.triton_options import triton_options
+from tests.cases import TOLERANCE, RowsCase, random_vectors, relative_error
+from tests.extension_cases import DTYPES, LAYOUTS, VectorsCase, doubles, embedded, laid_out, random_tensor
+from tests.kernel_cases import (
+    ARITHMETIC,
+    GPUS,
+    Matvec,
+    assert_matvec,
+    every_dtype,
+    every_vendor,
+    matvec,
+    poisoned,  # noqa: F401
+    pretend,
+    recorded,
+    rounding_bound,
+)
+
+# The interpreter computes with masked entries too, which may overflow or be no numbers.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned")]
+
+FAMILIES: dict[str, Matvec] = {"fused": pointwise.splitting_matvec, "wide": pointwise_wide.splitting_matvec}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+KERNELS = {"fused": (pointwise, "fused_kernel"), "wide": (pointwise_wide, "accumulate_kernel")}
+
+
+def use_large_tiles(monkeypatch: pytest.MonkeyPatch, case: VectorsCase) -> None:
+    """Use few tiles, by whose number the interpreter's time goes."""
+    filters = launch.power_of_two(case.M * max(1, case.K), 16, 256)
+    large = Config(64 if case.N < 64 else 256, filters, 256, 1, 1)
+    monkeypatch.setattr(pointwise, "configs", lambda *arguments: [replace(large, depth=arguments[3])])
+    monkeypatch.setattr(pointwise_wide, "configs", lambda *_: [(large, replace(large, rows=256, depth=large.rows))])
+    monkeypatch.setattr(pointwise_wide, "FEW_ROWS_CONFIG", large)
+
+
+@every_dtype
+@pytest.mark.parametrize("D", [1, 3, 16, 33, 64, 128, 200, 256, 300, 512])
+def test_the_product_agrees_with_the_reference_for_every_size(
+    D: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = random.Random(D).choice
+    for M, N, K in product([1, 7, 32, 65], [0, 1, 63, 500], [1, 2]):
+        # One vector per filter comes with and without the leading dimension.
+        case = VectorsCase(N, D, M, dtype, choice([False, True]), choice([0, 1]) if K == 1 else K)
+        use_large_tiles(monkeypatch, case)
+        assert_matvec(*case.tensors(), case.vectors(), case.bias, case)
+
+
+@every_dtype
+def test_the_product_agrees_with_the_reference_in_the_tiles_that_are_used(dtype: torch.dtype) -> None:
+    for sizes in ((300, 33, 65, 2), (63, 300, 3, 1), (64, 257, 17, 0), (65, 257, 17, 0), (140, 280, 70, 1)):
+        N, D, M, K = sizes
+        case = VectorsCase(N, D, M, dtype, D % 2 == 1, K)
+        assert_matvec(*case.tensors(), case.vectors(), case.bias, case)
+
+
+@every_dtype
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_the_wide_kernels_agree_with_the_reference_in_several_chunks_of_rows(
+    dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = recorded(monkeypatch, pointwise_wide, "project_kernel")
+    for D, M, K in ((1, 1, 0), (3, 65, 1), (33, 7, 2), (130, 5, 2)):
+        case = VectorsCase(300, D, M, dtype, bias, K)
+        launches.clear()
+        with triton_options(scratch_bytes=1):
+            assert_matvec(*case.tensors(), case.vectors(), bias, case, FAMILIES["wide"])
+        assert len(launches) > 1, case
+
+
+@every_dtype
+def test_the_wide_kernels_store_no_more_than_they_may(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = recorded(monkeypatch, pointwise_wide, "project_kernel")
+    X, C = RowsCase(700, 9, 5, dtype).tensors()
+    for scratch_bytes in (8 * 2 * 5 * 256, 8 * 2 * 5 * 300):
+        with triton_options(scratch_bytes=scratch_bytes):
+            assert_matvec(X, C, random_vectors(2, 5, 9, dtype=dtype), call=FAMILIES["wide"])
+        assert max(entry.arguments[3].nbytes for entry in launches) <= scratch_bytes
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 3, 2), (5, 4, 3, 0), (0, 4, 3, 2), (5, 4, 0, 2), (5, 0, 300, 2)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_sizes_of_zero_are_allowed(sizes: tuple[int, int, int, int], bias: bool) -> None:
+    N, M, D, K = sizes
+    assert_matvec(random_tensor(N, D), random_tensor(N, M), random_tensor(K, M, D + bias), bias)
+
+
+@every_family
+def test_every_layout_agrees_with_the_reference(family: str) -> None:
+    dtypes, v_layouts = cycle(DTYPES), cycle(LAYOUTS[::-1] + LAYOUTS[:1])
+    for x_layout, c_layout in product(LAYOUTS, LAYOUTS):
+        case = VectorsCase(70, 20, 9, next(dtypes), bias=x_layout == c_layout, K=2)
+        v_layout = next(v_layouts)
+        X, C = case.tensors()
+        tensors = (laid_out(X, x_layout), laid_out(C, c_layout), laid_out(case.vectors(), v_layout))
+        assert_matvec(*tensors, case.bias, (case, x_layout, c_layout, v_layout), FAMILIES[family])
+
+
+@every_family
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows-apart", "columns-apart"])
+def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(
+    family: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = recorded(monkeypatch, *KERNELS[family])
+    X, C = RowsCase(2, 2, 2, torch.float16).tensors()
+    strides = (1, 2**25) if transposed else (2**25, 1)
+    far = [torch.zeros(2**25 + 4, dtype=torch.float16).as_strided((2, 2), strides).copy_(x) for x in (X, C)]
+    V = random_vectors(2, 2, dtype=torch.float16)
+    assert_matvec(X, C, V, call=FAMILIES[family])
+    assert_matvec(*far, V, call=FAMILIES[family])
+    assert_matvec(X, far[1], V, call=FAMILIES[family])
+    # Columns that no program reaches do not count: a tile has no more than there are.
+    is_far = [entry.constants["FAR"] for entry in launches]
+    assert not is_far[0]
+    assert transposed or is_far[1:] == [True, True]
+
+
+def test_offsets_are_far_from_where_they_leave_32_bits() -> None:
+    assert not launch.is_far((128, 64), (2**24 - 1, 1))
+    assert launch.is_far((128, 64), (2**24, 1))
+    assert launch.is_far((128, 64), (1, 2**25))
+    assert launch.is_far((1, 1), (2**31, 1))
+
+
+@every_family
+@every_dtype
+def test_what_surrounds_the_inputs_is_neither_used_nor_changed(family: str, dtype: torch.dtype) -> None:
+    case = VectorsCase(130, 20, 9, dtype, bias=True, K=2)
+    for layout in ("offset", "stepped"):
+        views, buffers = zip(*(embedded(x, layout) for x in (*case.tensors(), case.vectors())), strict=True)
+        before = [buffer.clone() for buffer in buffers]
+        assert_matvec(*views, True, layout, FAMILIES[family])
+        for buffer, old in zip(buffers, before, strict=True):
+            torch.testing.assert_close(buffer, old, rtol=0, atol=0, equal_nan=True)
+
+
+@every_family
+@every_dtype
+def test_coefficients_may_be_negative_and_zero(family: str, dtype: torch.dtype) -> None:
+    X, C = RowsCase(131, 19, 6, dtype).tensors()
+    V = random_vectors(6, 19, dtype=dtype)
+    assert_matvec(X, -C.abs() - 0.1, V, call=FAMILIES[family])
+    C[:, 2] = 0
+    assert not assert_matvec(X, C, V, call=FAMILIES[family])[2].any()
+    assert not assert_matvec(X, torch.zeros_like(C), V, call=FAMILIES[family]).any()
+
+
+@every_family
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=["fp64", "fp32", "bf16"])
+def test_magnitudes_that_the_arithmetic_holds_do_no_harm(family: str, dtype: torch.dtype) -> None:
+    X, C = RowsCase(70, 19, 6, torch.float64).tensors()
+    V = random_vectors(6, 19)
+    number = torch.float64 if dtype == torch.float64 else torch.float32
+    scales = [(1e12, 1e10, 1), (1e-12, 1e-5, 1), (1e18, 1e-30, 1), (1e-15, 1e30, 1e3), (1, 1, 1e-25)]
+    scales += [(1e100, 1e100, 1), (1e-100, 1e-90, 1)] * (dtype == torch.float64)
+    for x, c, v in scales:
+        assert_matvec((x * X).to(dtype), (c * C).to(dtype), (v * V).to(number), label=(x, c, v), call=FAMILIES[family])
+
+
+@every_family
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("scale", [200.0, 1e-4], ids=["above", "below"])
+def test_a_product_that_leaves_the_range_of_float16_is_right(family: str, precision: str, scale: float) -> None:
+    X, C = (scale * tensor for tensor in RowsCase(130, 40, 6).tensors())
+    U = (X @ random_vectors(6, 40).mT) * C
+    outside = torch.finfo(torch.float16).max if scale > 1 else torch.finfo(torch.float16).smallest_normal
+    assert ((U.abs() > outside) if scale > 1 else (U.abs() < outside)).any()
+    with triton_options(precision=precision):
+        assert_matvec(X.half(), C.half(), random_vectors(6, 40).float(), call=FAMILIES[family])
+
+
+@every_family
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_medium_precision_rounds_the_other_factor_and_no_more(family: str, bias: bool) -> None:
+    X, C = RowsCase(300, 40, 6).tensors()
+    V = random_vectors(6, 40 + bias).float()
+    for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+        rows = (X.to(dtype), C.to(dtype), V, bias)
+        with triton_options(precision="medium"):
+            found = FAMILIES[family](*rows)
+        error = (found.double() - reference.splitting_matvec(*doubles(*rows[:3]), bias)).abs()
+        assert (error <= rounding_bound(*rows, unit)).all(), dtype
+        assert error.max() > 0
+
+
+@every_family
+def test_sixteen_bit_rows_are_as_exact_at_high_precision_as_at_the_highest(family: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        X, C = RowsCase(300, 40, 6, dtype).tensors()
+        V = random_vectors(6, 40, dtype=dtype)
+        with triton_options(precision="high"):
+            high = assert_matvec(X, C, V, call=FAMILIES[family])
+        with triton_options(precision="highest"):
+            assert torch.equal(high, FAMILIES[family](X, C, V, False)), dtype
+
+
+@every_family
+def test_the_precision_is_pytorchs_own_unless_another_is_asked_for(family: str) -> None:
+    X, C = RowsCase(60, 40, 6, torch.bfloat16).tensors()
+    V = random_vectors(6, 40).float()
+    results = {}
+    for precision in ("highest", "medium"):
+        with triton_options(precision=precision):
+            results[precision] = FAMILIES[family](X, C, V, False)
+    assert not torch.equal(results["highest"], results["medium"])
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(FAMILIES[family](X, C, V, False), results["medium"])
+        with triton_options(precision="highest"):
+            assert torch.equal(FAMILIES[family](X, C, V, False), results["highest"])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_shared_out_over_programs_give_the_same_bits_every_time(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = recorded(monkeypatch, *KERNELS[family])
+    case = VectorsCase(1040, 17, 5, dtype, bias=True, K=2)
+    X, C, V = *case.tensors(), case.vectors()
+    first = assert_matvec(X, C, V, True, call=FAMILIES[family])
+    assert launches[0].grid[-1] > 1
+    assert torch.equal(FAMILIES[family](X, C, V, True), first)
+
+
+@every_family
+@every_dtype
+def test_atomic_sums_agree_with_the_reference(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = recorded(monkeypatch, pointwise, "fused_kernel")
+    with triton_options(atomic=True):
+        for N in (40, 1040):
+            case = VectorsCase(N, 17, 5, dtype, bias=True, K=2)
+            assert_matvec(*case.tensors(), case.vectors(), True, case, FAMILIES[family])
+    assert [entry.constants["ATOMIC"] for entry in launches] == [False, True] * (family == "fused")
+
+
+@every_family
+@pytest.mark.parametrize("fastest", [0, 1])
+def test_tuning_times_every_configuration_once_and_keeps_the_fastest(
+    family: str, fastest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+
+    def seconds(call: object) -> float:
+        timed.append(call())
+        return float(len(timed) != 1 + fastest)
+
+    monkeypatch.setattr(launch, "_TUNED", {})
+    monkeypatch.setattr(launch, "_seconds", seconds)
+    launches = recorded(monkeypatch, *KERNELS[family])
+    X, C = RowsCase(300, 17, 40, torch.float32).tensors()
+    V = random_vectors(40, 17, dtype=torch.float32)
+    with triton_options(tune=True):
+        first = assert_matvec(X, C, V, call=FAMILIES[family])
+        assert len(timed) == 2
+        assert relative_error(timed[0], timed[1]) < TOLERANCE[torch.float32]
+        assert torch.equal(assert_matvec(X, C, V, call=FAMILIES[family]), first)
+    assert len(timed) == 2
+    tiles = [(entry.grid, entry.constants["BM"]) for entry in launches]
+    per_call = len(tiles) // 4
+    chosen = tiles[fastest * per_call :][:per_call]
+    assert tiles[2 * per_call :] == 2 * chosen
+    assert family == "wide" or tiles[0] != tiles[1]
+
+
+def test_nothing_is_timed_without_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_seconds", lambda call: pytest.fail("timed"))
+    X, C = RowsCase(30, 17, 4).tensors()
+    assert_matvec(X, C, random_vectors(4, 17))
+
+
+def test_a_device_that_no_configuration_fits_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="no configuration of the kernel fits this device"):
+        launch.choose("key", [], lambda config: None)
+
+
+@every_vendor
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_every_configuration_for_a_gpu_agrees_with_the_reference(
+    vendor: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, vendor)
+    dtypes, biases = cycle(ARITHMETIC[arithmetic]), cycle([False, True, True])
+    for width, entries in pointwise.CONFIGS[vendor, arithmetic].items():
+        for rows, filters, warps, stages in entries:
+            (dtype, precision), bias = next(dtypes), next(biases)
+            config = Config(rows, filters, width, warps, stages)
+            monkeypatch.setattr(pointwise, "configs", lambda *_, config=config: [config])
+            case = VectorsCase(4 * rows + 3, width - 5 * bias, filters // 4 + 1, dtype, bias, K=2)
+            with triton_options(precision=precision):
+                assert_matvec(*case.tensors(), case.vectors(), bias, (case, config))
+
+
+@every_vendor
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_every_configuration_of_the_wide_kernels_for_a_gpu_agrees_with_the_reference(
+    vendor: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, vendor)
+    key = (vendor, arithmetic)
+    biases = cycle([False, True])
+    for pair in (*pointwise_wide.CONFIGS[key], *pointwise_wide.UNALIGNED.get(key, ())):
+        monkeypatch.setattr(pointwise_wide, "configs", lambda *_, pair=pair: [pair])
+        for dtype, precision in ARITHMETIC[arithmetic]:
+            bias = next(biases)
+            case = VectorsCase(140, 140, 9, dtype, bias, K=2)
+            with triton_options(precision=precision, scratch_bytes=1):
+                assert_matvec(*case.tensors(), case.vectors(), bias, (case, pair), FAMILIES["wide"])
+
+
+@every_vendor
+@every_dtype
+def test_there_is_a_configuration_for_every_layer_on_every_gpu(
+    vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = pretend(monkeypatch, vendor)
+    for precision in ("highest", "high", "medium"):
+        form = product_form(dtype, precision, gpu)
+        assert pointwise_wide.configs(gpu, form, dtype, True)
+        assert pointwise_wide.configs(gpu, form, dtype, False)
+        for width, filters in product([16, 32, 64, 128, 256], [1, 16, 33, 1000]):
+            chosen = pointwise.configs(gpu, form, dtype, width, filters)
+            assert chosen, (precision, width, filters)
+            assert len(set(chosen)) == len(chosen)
+            for config in chosen:
+                assert config.depth == width
+                assert 16 <= config.filters <= max(16, 2 * filters)
+
+
+@every_vendor
+@every_dtype
+def test_the_configurations_that_a_gpu_would_use_agree_with_the_reference(
+    vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, vendor)
+    for case in (VectorsCase(70, 20, 9, dtype, True), VectorsCase(50, 256, 16, dtype), VectorsCase(20, 260, 3, dtype)):
+        assert_matvec(*case.tensors(), case.vectors(), case.bias, case)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_gpu_without_tf32_agrees_with_the_reference(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "amd")
+    monkeypatch.setattr(device, "INTERPRETER", replace(GPUS["amd"], has_tf32=False))
+    for dtype, D in product(DTYPES, [20, 260]):
+        case = VectorsCase(30, D, 5, dtype, bias=True)
+        X, C, V = *case.tensors(), case.vectors()
+        with triton_options(precision=precision):
+            SV = assert_matvec(X, C, V, True, case)
+            (grouped,) = ops.splitting_matvec_grouped([X], [C], [V], bias=[True], backend="triton")
+        assert relative_error(grouped, SV) < TOLERANCE[dtype], case
+
+
+def share_cases() -> list[tuple[int, int, int, int]]:
+    rows = (1, 15, 16, 17, 511, 512, 513, 1000, 4095, 4097, 65536, 10**7 + 1)
+    return list(product(rows, (1, 2, 7, 64, 10**4), (16, 128), (1, 3, 132)))
+
+
+def test_rows_are_shared_out_in_whole_blocks_and_no_program_has_none() -> None:
+    for rows, tiles, block, processors in share_cases():
+        per_slice, slices = launch.share_rows(rows, tiles, block, replace(GPUS["nvidia"], processors=processors))
+        label = (rows, tiles, block, processors)
+        assert per_slice % block == 0, label
+        assert (slices - 1) * per_slice < rows <= slices * per_slice, label
+        assert tiles * slices <= max(4 * processors, tiles), label
+
+
+def test_no_program_but_the_last_has_fewer_than_four_blocks_of_rows() -> None:
+    for rows, tiles, block, processors in share_cases():
+        per_slice, slices = launch.share_rows(rows, tiles, block, replace(GPUS["nvidia"], processors=processors))
+        assert slices == 1 or per_slice >= 4 * block, (rows, tiles, block, processors)
+
+
+def test_sizes_of_tiles_are_powers_of_two_within_bounds() -> None:
+    for size in range(300):
+        found = launch.power_of_two(size, 16, 128)
+        wanted = 2 ** math.ceil(math.log2(max(size, 1)))
+        assert found == min(max(wanted, 16), 128), size
+
+
+def test_matvec_takes_the_fused_kernel_up_to_256_inputs_and_the_wide_ones_beyond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fused, wide = (recorded(monkeypatch, *KERNELS[family]) for family in FAMILIES)
+    for D, counts in ((256, (1, 0)), (257, (1, 1))):
+        X, C = RowsCase(4, D, 2).tensors()
+        matvec(X, C, random_vectors(2, D))
+        assert (len(fused), len(wide)) == counts

@@ -1,0 +1,294 @@
+"""S v of EdgeConv layers by the Triton kernels, in Triton's interpreter, against the reference in float64."""
+
+from __future__ import annotations
+
+import random
+from itertools import cycle, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from s3d_fast import EdgeConvOperator, ops, reference
+from s3d_fast.incoming import Incoming, incoming_edges
+from s3d_fast.kernels import edgeconv, launch
+from s3d_fast.kernels.products import product_form
+from s3d_fast.triton_options import triton_options
+from tests.cases import TOLERANCE, EdgeCase, random_vectors, relative_error
+from tests.extension_cases import DTYPES, LAYOUTS, doubles, embedded, laid_out, random_tensor
+from tests.kernel_cases import (
+    ARITHMETIC,
+    every_dtype,
+    every_vendor,
+    poisoned,  # noqa: F401
+    pretend,
+    recorded,
+)
+
+# The interpreter computes with masked entries too, which may overflow or be no numbers.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned")]
+
+every_way = pytest.mark.parametrize("atomic", [False, True], ids=["ordered", "atomic"])
+
+
+def tensors_of(case: EdgeCase, K: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return X, winner, C and V; K = 0 stands for one vector without the leading dimension."""
+    X, neighbours, slot, C = case.tensors()
+    V = random_vectors(*[K] * (K > 0), case.M, 2 * case.F + case.bias, dtype=case.dtype)
+    return X, neighbours.gather(2, slot), C, V
+
+
+def assert_product(
+    X: Tensor,
+    winner: Tensor,
+    C: Tensor,
+    V: Tensor,
+    bias: bool = False,
+    label: object = "",
+    incoming: Incoming | None = None,
+) -> Tensor:
+    """Check S v against the reference in float64, and that the arguments stay as they were; return it."""
+    arguments = (X, winner, C, V, *(incoming or ()))
+    before = [tensor.clone() for tensor in arguments]
+    SV = ops.edgeconv_matvec(X, winner, C, V, bias=bias, backend="triton", incoming=incoming)
+    assert (SV.shape, SV.dtype) == (V.shape, V.dtype), label
+    error = relative_error(SV, reference.edgeconv_matvec(X.double(), winner, *doubles(C, V), bias))
+    assert error < TOLERANCE[X.dtype], f"{label}: error {error}"
+    assert all(map(torch.equal, arguments, before)), f"{label}: an argument was changed"
+    return SV
+
+
+@every_dtype
+@pytest.mark.parametrize("F", [1, 3, 64, 65, 130])
+def test_the_product_agrees_with_the_reference_for_every_size(F: int, dtype: torch.dtype) -> None:
+    choice, sizes = random.Random(f"{F} {dtype}").choice, cycle([1, 5, 20])
+    for K, M in product([1, 2], [1, 7, 33]):
+        k, bias, atomic = next(sizes), choice([False, True]), choice([False, True])
+        case = EdgeCase(choice([1, 3]), max(k, choice([1, 9, 23])), F, k, M, dtype, bias)
+        X, winner, C, V = tensors_of(case, choice([0, 1]) if K == 1 else K)
+        incoming = choice([None, incoming_edges(winner)])
+        with triton_options(atomic=atomic):
+            assert_product(X, winner, C, V, bias, (case, K, atomic, incoming is None), incoming)
+        # The sizes of neighbourhoods meet every number of filters.
+        if M == 33:
+            next(sizes)
+
+
+@every_dtype
+@every_way
+def test_every_point_may_have_the_same_winner(dtype: torch.dtype, atomic: bool) -> None:
+    case = EdgeCase(2, 37, 5, 4, 6, dtype, bias=True)
+    X, winner, C, V = tensors_of(case, K=2)
+    with triton_options(atomic=atomic):
+        for point in (0, 17, 36):
+            assert_product(X, torch.full_like(winner, point), C, V, True, point)
+        # The filters disagree, and so do the clouds.
+        winner = (torch.arange(6) * 7 + torch.arange(2)[:, None, None]).expand(2, 37, 6) % 37
+        assert_product(X, winner.contiguous(), C, V, True)
+
+
+@every_dtype
+@every_way
+def test_every_point_may_be_its_own_winner(dtype: torch.dtype, atomic: bool) -> None:
+    for B, P in ((1, 1), (5, 1), (3, 40)):
+        X, winner, C, V = tensors_of(EdgeCase(B, P, 5, 1, 6, dtype))
+        with triton_options(atomic=atomic):
+            SV = assert_product(X, torch.arange(P)[:, None].expand(winner.shape), C, V, label=(B, P))
+        # Such an edge is [0, x].
+        assert SV[:, :5].abs().max() < TOLERANCE[dtype] * SV.abs().max()
+
+
+@every_way
+@pytest.mark.parametrize("sizes", [(0, 5, 3, 4, 2), (2, 0, 3, 4, 2), (2, 5, 0, 4, 2), (2, 5, 3, 0, 2), (2, 5, 3, 4, 0)])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_sizes_of_zero_are_allowed(sizes: tuple[int, ...], bias: bool, atomic: bool) -> None:
+    B, P, F, M, K = sizes
+    winner = torch.zeros(B, P, M, dtype=torch.int64)
+    with triton_options(atomic=atomic):
+        assert_product(random_tensor(B, P, F), winner, random_tensor(B, P, M), random_tensor(K, M, 2 * F + bias), bias)
+
+
+def test_every_layout_agrees_with_the_reference() -> None:
+    dtypes, others, flags = cycle(DTYPES), cycle(LAYOUTS[::-1] + LAYOUTS[:1]), cycle([False, True])
+    for x_layout, c_layout in product(LAYOUTS, LAYOUTS):
+        layouts = (x_layout, next(others), c_layout, next(others))
+        case = EdgeCase(2, 13, 6, 4, 5, next(dtypes), next(flags))
+        laid = [laid_out(tensor, layout) for tensor, layout in zip(tensors_of(case, 2), layouts, strict=True)]
+        assert_product(*laid, case.bias, (case, layouts))
+
+
+@every_way
+def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(atomic: bool) -> None:
+    X, winner, C, V = tensors_of(EdgeCase(1, 2, 2, 2, 2, torch.float16))
+    for strides in ((0, 2**24, 1), (0, 1, 2**24)):
+        far = [torch.zeros(2**24 + 4, dtype=torch.float16).as_strided((1, 2, 2), strides).copy_(x) for x in (X, C)]
+        with triton_options(atomic=atomic):
+            assert_product(far[0], winner, far[1], V, label=strides)
+
+
+@every_dtype
+@every_way
+def test_what_surrounds_the_inputs_is_neither_used_nor_changed(dtype: torch.dtype, atomic: bool) -> None:
+    case = EdgeCase(2, 13, 6, 4, 5, dtype, bias=True)
+    for layout in ("offset", "stepped"):
+        views, buffers = zip(*(embedded(tensor, layout) for tensor in tensors_of(case)), strict=True)
+        before = [buffer.clone() for buffer in buffers]
+        with triton_options(atomic=atomic):
+            assert_product(*views, True, layout)
+        for buffer, old in zip(buffers, before, strict=True):
+            torch.testing.assert_close(buffer, old, rtol=0, atol=0, equal_nan=True)
+
+
+@every_dtype
+def test_coefficients_may_be_negative_and_zero(dtype: torch.dtype) -> None:
+    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5, dtype))
+    assert_product(X, winner, -C.abs() - 0.1, V)
+    C[..., 2] = 0
+    assert not assert_product(X, winner, C, V)[2].any()
+    assert not assert_product(X, winner, torch.zeros_like(C), V).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=["fp64", "fp32", "bf16"])
+def test_magnitudes_that_the_arithmetic_holds_do_no_harm(dtype: torch.dtype) -> None:
+    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5))
+    number = torch.float64 if dtype == torch.float64 else torch.float32
+    scales = [(1e12, 1e10), (1e-12, 1e-5), (1e15, 1e-30), (1e-15, 1e30)]
+    scales += [(1e100, 1e100), (1e-100, 1e-90)] * (dtype == torch.float64)
+    for x, c in scales:
+        assert_product((x * X).to(dtype), winner, (c * C).to(dtype), V.to(number), label=(x, c))
+
+
+@every_way
+@pytest.mark.parametrize("scale", [200.0, 1e-4], ids=["above", "below"])
+def test_a_product_that_leaves_the_range_of_float16_is_right(scale: float, atomic: bool) -> None:
+    X, winner, C, V = tensors_of(EdgeCase(2, 40, 20, 4, 5))
+    for precision in ("highest", "high"):
+        with triton_options(precision=precision, atomic=atomic):
+            assert_product((scale * X).half(), winner, (scale * C).half(), V.float(), label=precision)
+
+
+def rounding_bound(X: Tensor, winner: Tensor, C: Tensor, V: Tensor, unit: float) -> Tensor:
+    """Return how far S v may be off where [a, b - a] and the sums over edges are each rounded by a fraction `unit`."""
+    X, C, V = doubles(X, C, V)
+    a, b = V.chunk(2, -1)
+    X, C = X.abs(), C.abs()
+    t = C * ((X @ a.abs().mT).gather(1, winner) + X @ (b - a).abs().mT)
+    received = torch.zeros_like(t).scatter_add(1, winner, t)
+    bound = torch.cat([((received + t).mT @ X).sum(0), (t.mT @ X).sum(0)], -1)
+    # Below the smallest normal number rounding is absolute.
+    return 2.1 * unit * bound + 2.0**-22 * X.sum()
+
+
+def test_medium_precision_rounds_the_other_factor_and_no_more() -> None:
+    for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+        X, winner, C, V = tensors_of(EdgeCase(2, 40, 20, 4, 5, dtype))
+        with triton_options(precision="medium"):
+            SV = ops.edgeconv_matvec(X, winner, C, V, backend="triton")
+        error = (SV.double() - reference.edgeconv_matvec(X.double(), winner, *doubles(C, V))).abs()
+        assert (error <= rounding_bound(X, winner, C, V, unit)).all(), dtype
+        assert error.max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_points_shared_out_over_programs_give_the_same_bits_every_time(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = recorded(monkeypatch, edgeconv, "edge_sums_kernel")
+    X, winner, C, V = tensors_of(EdgeCase(5, 209, 5, 4, 6, dtype, bias=True), K=2)
+    first = assert_product(X, winner, C, V, True)
+    assert launches[0].grid[-1] > 1
+    again = assert_product(X, winner, C, V, True, incoming=incoming_edges(winner))
+    assert torch.equal(again, first)
+    with triton_options(atomic=True):
+        assert_product(X, winner, C, V, True)
+
+
+@every_dtype
+@every_way
+def test_an_operator_restricted_after_a_product_agrees_with_the_reference(dtype: torch.dtype, atomic: bool) -> None:
+    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 7, dtype, bias=True))
+    operator = EdgeConvOperator(X, winner, C, bias=True)
+    with triton_options(atomic=atomic):
+        operator.matvec(V, "triton")
+        for filters in (torch.tensor([5, 0, 3]), torch.tensor([2]), torch.arange(7)):
+            rest = operator.restrict(filters)
+            expected = reference.edgeconv_matvec(
+                X.double(), winner[..., filters], *doubles(C[..., filters], V[filters]), True
+            )
+            assert relative_error(rest.matvec(V[filters], "triton"), expected) < TOLERANCE[dtype], filters
+            again = rest.restrict(torch.tensor([-1])).matvec(V[filters][-1:], "triton")
+            assert relative_error(again, expected[-1:]) < TOLERANCE[dtype], filters
+
+
+def test_incoming_edges_are_the_points_in_the_order_of_their_winners() -> None:
+    _, winner, _, _ = tensors_of(EdgeCase(3, 11, 2, 4, 5))
+    incoming = incoming_edges(winner)
+    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in incoming)
+    assert torch.equal(incoming.winner.long(), winner)
+    for cloud, point, j in product(range(3), range(11), range(5)):
+        first, last = incoming.start[cloud, point : point + 2, j].tolist()
+        found = incoming.order[cloud, first:last, j].tolist()
+        assert found == (winner[cloud, :, j] == point).nonzero().flatten().tolist()
+
+
+def test_winners_out_of_range_are_an_error_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = recorded(monkeypatch, edgeconv, "point_products_kernel")
+    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5))
+    for bad in (-1, 13):
+        winner[1, 3, 2] = bad
+        with pytest.raises(ValueError, match=r"winner must lie in \[0, 13\), got indices from"):
+            ops.edgeconv_matvec(X, winner, C, V, backend="triton")
+    assert not launches
+
+
+@pytest.mark.parametrize("fastest", [0, 1])
+@every_way
+def test_tuning_times_every_configuration_once_and_keeps_the_fastest(
+    fastest: int, atomic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+
+    def seconds(call: object) -> float:
+        timed.append(call())
+        return float(len(timed) != 1 + fastest)
+
+    pretend(monkeypatch, "nvidia")
+    monkeypatch.setattr(launch, "_seconds", seconds)
+    launches = recorded(monkeypatch, edgeconv, "edge_sums_kernel")
+    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5, torch.float32))
+    with triton_options(tune=True, atomic=atomic):
+        assert_product(X, winner, C, V)
+        assert_product(X, winner, C, V)
+    assert len(timed) == 2
+    assert relative_error(timed[0], timed[1]) < TOLERANCE[torch.float32]
+    tiles = [entry.constants["BM"] for entry in launches]
+    assert tiles[0] != tiles[1]
+    assert tiles[2:] == [tiles[fastest]] * 2
+
+
+@every_vendor
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_every_configuration_for_a_gpu_agrees_with_the_reference(
+    vendor: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, vendor)
+    monkeypatch.setattr(edgeconv, "RECEIVE_ROWS", 8)
+    flags = cycle([False, True, True])
+    for pair in edgeconv.CONFIGS[vendor, arithmetic]:
+        monkeypatch.setattr(edgeconv, "configs", lambda *_, pair=pair: [pair])
+        for dtype, precision in ARITHMETIC[arithmetic]:
+            case = EdgeCase(2, 35, 66, 4, 17, dtype, next(flags))
+            X, winner, C, V = tensors_of(case, K=2)
+            with triton_options(precision=precision, atomic=next(flags)):
+                assert_product(X, winner, C, V, case.bias, (case, pair))
+
+
+@every_vendor
+@every_dtype
+def test_there_is_a_configuration_for_every_layer_on_every_gpu(
+    vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = pretend(monkeypatch, vendor)
+    for precision in ("highest", "high", "medium"):
+        assert edgeconv.configs(gpu, product_form(dtype, precision, gpu), dtype), precision
+    assert_product(*tensors_of(EdgeCase(2, 13, 6, 4, 5, dtype)))
