@@ -42,7 +42,7 @@ KERNELS = {"fused": (pointwise, "fused_kernel"), "wide": (pointwise_wide, "accum
 def use_large_tiles(monkeypatch: pytest.MonkeyPatch, case: VectorsCase) -> None:
     """Use few tiles, by whose number the interpreter's time goes."""
     filters = launch.power_of_two(case.M * max(1, case.K), 16, 256)
-    large = Config(64 if case.N < 64 else 256, filters, 256, 1, 1)
+    large = Config(launch.power_of_two(case.N, 16, 256), filters, 256, 1, 1)
     monkeypatch.setattr(pointwise, "configs", lambda *arguments: [replace(large, depth=arguments[3])])
     monkeypatch.setattr(pointwise_wide, "configs", lambda *_: [(large, replace(large, rows=256, depth=large.rows))])
     monkeypatch.setattr(pointwise_wide, "FEW_ROWS_CONFIG", large)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import cycle, product
+from itertools import cycle, islice, product
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def assert_product(
 @every_dtype
 @pytest.mark.parametrize("F", [1, 3, 64, 65, 130])
 def test_the_product_agrees_with_the_reference_for_every_size(F: int, dtype: torch.dtype) -> None:
-    choice, sizes = random.Random(f"{F} {dtype}").choice, cycle([1, 5, 20])
+    choice, sizes = random.Random(f"{F} {dtype}").choice, islice(cycle([1, 5, 20]), DTYPES.index(dtype), None)
     for K, M in product([1, 2], [1, 7, 33]):
         k, bias, atomic = next(sizes), choice([False, True]), choice([False, True])
         case = EdgeCase(choice([1, 3]), max(k, choice([1, 9, 23])), F, k, M, dtype, bias)

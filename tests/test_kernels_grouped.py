@@ -144,6 +144,14 @@ def test_layers_of_one_kind_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(launches) == len(sums) == 1
 
 
+def test_any_number_of_layers_shares_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = recorded(monkeypatch, grouped, "grouped_kernel")
+    for count in (2, 31, 33, 67):
+        launches.clear()
+        assert_products([layer_of(VectorsCase(1 + i % 7, 1 + i % 15, 1 + i % 3), i) for i in range(count)], count)
+        assert len(launches) == 1
+
+
 def test_a_layer_with_many_rows_is_shared_out_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = recorded(monkeypatch, grouped, "grouped_kernel")
     layers = [layer_of(VectorsCase(N, D, 5)) for N, D in ((1700, 9), (40, 9), (1100, 20))]

@@ -527,7 +527,7 @@ def test_float32_spectra_make_plans_too() -> None:
         ({"cost": lambda unit: math.nan, "budget": 3}, "cost"),
         ({"cost": lambda unit: math.inf, "budget": 3}, "cost"),
     ],
-    ids=lambda value: re.sub(r"<function.*?>", "function", str(value)),
+    ids=lambda value: re.sub(r"<function .*? at 0x\w+>", "function", str(value)),
 )
 def test_bad_arguments_are_named(options: dict[str, Any], argument: str) -> None:
     graph = mlp_graph(3)
