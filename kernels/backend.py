@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from s3d_fast import reference
+from s3d_fast import checks, reference
 from s3d_fast.activations import Activation
 from s3d_fast.incoming import Incoming
 from s3d_fast.kernels import curvature, edgeconv, grouped, krylov, pointwise, pointwise_wide, surgery, tridiagonal
@@ -61,9 +61,33 @@ def curvature_coefficients(
 
 
 def grow_weights(growths: Sequence[Growth]) -> list[Tensor]:
-    """Return weights after splits; all indices are looked at before anything is computed."""
+    """Return weights after splits; all shapes and indices are looked at before anything is computed."""
+    for growth in growths:
+        _check_shapes(growth)
     _check_indices(growths)
     return [surgery.grow_weight(growth) for growth in growths]
+
+
+def _check_shapes(growth: Growth) -> None:
+    weight, rows = growth.weight, growth.rows
+    checks.has_shape("rows", rows, ("M'",))
+    if growth.row_scale is not None:
+        checks.has_shape("row_scale", growth.row_scale, (len(rows),))
+    if growth.shift_rows is not None:
+        checks.has_shape("shift_rows", growth.shift_rows, (len(rows),))
+    if growth.shift is not None:
+        shifted = "R" if growth.shift_rows is not None else len(rows)
+        checks.has_shape("shift", growth.shift, (shifted, *weight.shape[1:]))
+    if growth.columns is None and growth.column_scale is None:
+        return
+    if weight.dim() < 2:
+        raise ValueError(f"weight must have columns to repeat or scale, got shape {tuple(weight.shape)}")
+    columns = weight.shape[1]
+    if growth.columns is not None:
+        checks.has_shape("columns", growth.columns, ("I'",))
+        columns = len(growth.columns)
+    if growth.column_scale is not None:
+        checks.has_shape("column_scale", growth.column_scale, (columns,))
 
 
 def _check_indices(growths: Sequence[Growth]) -> None:

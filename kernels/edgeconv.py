@@ -243,11 +243,11 @@ def shared_memory(product: Config, sums: Config, device: Device, stored: torch.d
 def edgeconv_matvec(X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for EdgeConv filters: see `s3d_fast.reference.edgeconv_matvec`."""
     (clouds, points, F), M, options = X.shape, C.shape[2], current()
+    if V.numel() == 0 or clouds * points == 0:
+        return torch.zeros_like(V)
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
     L, R = len(vectors), clouds * points
     K = 1 if L == M else 2
-    if L == 0 or R == 0:
-        return torch.zeros_like(V)
     device = describe(X.device)
     form = product_form(X.dtype, options.arithmetic, device)
     columns = vectors.mT.contiguous().mT if wants_filters_along_threads(form, device) else vectors
@@ -272,7 +272,7 @@ def edgeconv_matvec(X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: b
                 t, incoming.order, incoming.start, received, R, L, M, points,
                 BN=RECEIVE_ROWS, BM=RECEIVE_FILTERS, K=K, num_warps=RECEIVE_WARPS,
             )  # fmt: skip
-        tiles = (triton.cdiv(F, sums.depth), triton.cdiv(L, sums.filters))
+        tiles = (max(1, triton.cdiv(F, sums.depth)), triton.cdiv(L, sums.filters))
         per_slice, slices = launch.share_rows(R, tiles[0] * tiles[1], sums.rows, device)
         out = vectors.new_empty(slices, *vectors.shape)
         edge_sums_kernel[(*tiles, slices)](

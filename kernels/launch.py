@@ -107,7 +107,8 @@ FULL_ENOUGH, AT_ONCE = 0.95, 2
 def share_rows(rows: int, tiles: int, block: int, device: Device) -> tuple[int, int]:
     """Return how many rows one program takes, a multiple of `block`, and how many programs that makes of each tile.
 
-    No program has fewer than four blocks, and there are no more of them than four per processor, or one per tile.
+    A program has four blocks or more, the last one perhaps fewer; there are at most four programs per processor, or one
+    per tile.
     """
     most = max(1, min(4 * device.processors // tiles, rows // (4 * block)))
     full = {slices: fullness(tiles * slices, AT_ONCE * device.processors) for slices in range(1, most + 1)}

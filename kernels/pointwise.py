@@ -239,10 +239,10 @@ def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype
 def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for a layer of at most WIDEST inputs: see `s3d_fast.reference.splitting_matvec`."""
     (N, D), M, options = X.shape, C.shape[1], current()
+    if V.numel() == 0 or N == 0:
+        return torch.zeros_like(V)
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
     F = len(vectors)
-    if F == 0 or N == 0:
-        return torch.zeros_like(V)
     device = describe(X.device)
     form = product_form(X.dtype, options.arithmetic, device)
     width = launch.power_of_two(D, 16, WIDEST)

@@ -227,10 +227,10 @@ def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
 def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for a layer of any width: see `s3d_fast.reference.splitting_matvec`."""
     (N, D), M, options = X.shape, C.shape[1], current()
+    if V.numel() == 0 or N == 0:
+        return torch.zeros_like(V)
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
     F = len(vectors)
-    if F == 0 or N == 0:
-        return torch.zeros_like(V)
     device = describe(X.device)
     form = product_form(X.dtype, options.arithmetic, device)
     columns = vectors.mT.contiguous().mT if wants_filters_along_threads(form, device) else vectors
@@ -243,7 +243,8 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         if N <= FEW_ROWS:
             project = FEW_ROWS_CONFIG
         block = max(project.rows, accumulate.depth)
-        chunk = max(block, min(N, options.scratch_bytes // row_bytes) // block * block)
+        most = options.scratch_bytes // row_bytes
+        chunk = N if most >= N else max(block, most // block * block)
         U = X.new_empty(planes, min(chunk, N), F, dtype=product_dtype)
         tiles = (triton.cdiv(D, accumulate.rows), triton.cdiv(F, accumulate.filters))
         per_slice, slices = launch.share_rows(min(chunk, N), tiles[0] * tiles[1], accumulate.depth, device)

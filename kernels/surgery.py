@@ -81,7 +81,7 @@ def grow_weight(growth: Growth) -> Tensor:
             len(rows),
             old_size,
             new_size,
-            1 if columns is None else new_size // len(columns),
+            weight.shape[2:].numel(),
             ROW_SCALE=row_scale is not None,
             SHIFT=shift is not None,
             SHIFT_ROWS=shift_rows is not None,

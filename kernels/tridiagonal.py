@@ -23,18 +23,18 @@ EPSILON = tl.constexpr(2.0**-52)
 
 
 @triton.jit
-def count_below(diagonal, coupling, inverse, length, inside, x, tiny, steps):
-    """How many eigenvalues of each lane's matrix, times `inverse`, lie below each of its shifts x: Sturm's count."""
+def count_below(diagonal, coupling, boost, inverse, length, inside, x, tiny, steps):
+    """How many eigenvalues of each lane's matrix, brought into range, lie below each of its shifts x: Sturm's count."""
     below = tl.zeros(x.shape, tl.int32)
     pivot = tl.full(x.shape, 1.0, tl.float64)
     square = tl.zeros(inverse.shape, tl.float64)
     for i in range(steps):
         present = inside & (i < length)
-        d = tl.load(diagonal + i, mask=present, other=0.0).to(tl.float64) * inverse
+        d = tl.load(diagonal + i, mask=present, other=0.0).to(tl.float64) * boost * inverse
         pivot = d[:, None] - x - square[:, None] / pivot
         pivot = tl.where(tl.abs(pivot) < tiny[:, None], -tiny[:, None], pivot)
         below += ((pivot < 0) & present[:, None]).to(tl.int32)
-        off = tl.load(coupling + i, mask=inside & (i + 1 < length), other=0.0).to(tl.float64) * inverse
+        off = tl.load(coupling + i, mask=inside & (i + 1 < length), other=0.0).to(tl.float64) * boost * inverse
         square = off * off
     return below
 
@@ -71,13 +71,15 @@ def extremes_kernel(
         finite = finite & (tl.abs(d) < float("inf")) & (tl.abs(off) < float("inf"))
         largest = tl.maximum(largest, tl.maximum(tl.abs(d), tl.abs(off)))
     regular = finite & (largest > 0)
-    inverse = 1 / tl.where(regular, largest, 1.0)
+    # The inverse of a subnormal number is not one: it is brought into range first.
+    boost = tl.where(largest < 2.0**-1000, tl.full((LANES,), 2.0**900, tl.float64), 1.0)
+    inverse = 1 / tl.where(regular, largest * boost, 1.0)
     low, high = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
     before = tl.zeros((LANES,), tl.float64)
     for i in range(steps):
         present = regular & (i < n)
-        d = tl.load(diagonal + i, mask=present, other=0.0).to(tl.float64) * inverse
-        off = tl.load(coupling + i, mask=regular & (i + 1 < n), other=0.0).to(tl.float64) * inverse
+        d = tl.load(diagonal + i, mask=present, other=0.0).to(tl.float64) * boost * inverse
+        off = tl.load(coupling + i, mask=regular & (i + 1 < n), other=0.0).to(tl.float64) * boost * inverse
         reach = tl.abs(off) + before
         low = tl.minimum(low, tl.where(present, d - reach, 0.0))
         high = tl.maximum(high, tl.where(present, d + reach, 0.0))
@@ -90,7 +92,7 @@ def extremes_kernel(
     wanted = tl.where(is_upper, n, 1)
     for _ in range(ROUNDS):
         x = low[:, None] + (high - low)[:, None] * part[None, :]
-        enough = count_below(diagonal, coupling, inverse, n, regular, x, tiny, steps) >= wanted[:, None]
+        enough = count_below(diagonal, coupling, boost, inverse, n, regular, x, tiny, steps) >= wanted[:, None]
         high = tl.minimum(high, tl.min(tl.where(enough, x, float("inf")), 1))
         low = tl.maximum(low, tl.max(tl.where(enough, float("-inf"), x), 1))
     value = low + (high - low) / 2
@@ -101,14 +103,14 @@ def extremes_kernel(
     # the identity, which leave the zeros of the vector there as they are.
     pivots = work + lane
     plane = steps * lanes
-    d = tl.load(diagonal, mask=regular, other=0.0).to(tl.float64) * inverse - value
-    u = tl.load(coupling, mask=regular & (n > 1), other=0.0).to(tl.float64) * inverse
+    d = tl.load(diagonal, mask=regular, other=0.0).to(tl.float64) * boost * inverse - value
+    u = tl.load(coupling, mask=regular & (n > 1), other=0.0).to(tl.float64) * boost * inverse
     for i in range(steps):
         here = regular & (i + 1 < n)
-        below = tl.load(coupling + i, mask=here, other=0.0).to(tl.float64) * inverse
-        next_d = tl.load(diagonal + i + 1, mask=here, other=0.0).to(tl.float64) * inverse
+        below = tl.load(coupling + i, mask=here, other=0.0).to(tl.float64) * boost * inverse
+        next_d = tl.load(diagonal + i + 1, mask=here, other=0.0).to(tl.float64) * boost * inverse
         next_d = tl.where(here, next_d - value, 1.0)
-        next_u = tl.load(coupling + i + 1, mask=regular & (i + 2 < n), other=0.0).to(tl.float64) * inverse
+        next_u = tl.load(coupling + i + 1, mask=regular & (i + 2 < n), other=0.0).to(tl.float64) * boost * inverse
         swap = tl.abs(below) > tl.abs(d)
         pivot = tl.where(swap, below, d)
         pivot = tl.where(tl.abs(pivot) < tiny, tiny, pivot)

@@ -237,9 +237,23 @@ def edgeconv_matvec(
     if chosen == "cpu":
         return torch.ops.s3d_fast.edgeconv_matvec(X, winner, C, V, bias)
     if chosen == "triton":
-        incoming = incoming_edges(winner) if incoming is None else incoming
+        if incoming is None:
+            incoming = incoming_edges(winner)
+        _check_incoming(incoming, winner, check_finite)
         return triton_kernels.kernels().edgeconv_matvec(X, incoming, C, V, bias)
     return reference.edgeconv_matvec(X, winner, C, V, bias)
+
+
+def _check_incoming(incoming: Incoming, winner: Tensor, check_values: bool) -> None:
+    clouds, points, filters = winner.shape
+    shapes = ((clouds, points, filters), (clouds, points, filters), (clouds, points + 1, filters))
+    for tensor, shape in zip(incoming, shapes, strict=True):
+        if tuple(tensor.shape) != shape or tensor.device != winner.device or not tensor.is_contiguous():
+            raise ValueError(
+                f"incoming must be incoming_edges(winner), got a tensor of shape {tuple(tensor.shape)} in it"
+            )
+    if check_values and not torch.equal(incoming.winner, winner.to(torch.int32)):
+        raise ValueError("incoming must be incoming_edges(winner), got that of another winner")
 
 
 def curvature_coefficients(

@@ -67,7 +67,8 @@ def triton_options(
     if precision is not None:
         checks.is_choice("precision", precision, PRECISIONS)
     for name in ("atomic", "tune"):
-        checks.is_choice(name, asked.get(name, False), (False, True))
+        if not isinstance(asked.get(name, False), bool):
+            raise ValueError(f"{name} must be True or False, got {asked[name]!r}")
     if scratch_bytes is not None:
         checks.is_count("scratch_bytes", scratch_bytes)
     token = _CURRENT.set(replace(current(), **asked))  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 # Triton's kernels run in its interpreter, which has to be settled before they are imported.
 os.environ["TRITON_INTERPRET"] = "1"
+# It computes with numpy, whose threads would wait for each other.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import pytest
 import torch

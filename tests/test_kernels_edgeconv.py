@@ -241,6 +241,21 @@ def test_winners_out_of_range_are_an_error_before_anything_is_computed(monkeypat
     assert not launches
 
 
+class Untouched:
+    """A kernel that must not be launched."""
+
+    def __getitem__(self, grid: object) -> None:
+        pytest.fail("a kernel was launched")
+
+
+def test_incoming_edges_of_another_shape_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edgeconv, "point_products_kernel", Untouched())
+    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5))
+    for other in (winner[..., :3], winner[:1], winner[:, :7].clamp(max=6)):
+        with pytest.raises(ValueError, match="incoming must"):
+            ops.edgeconv_matvec(X, winner, C, V, backend="triton", incoming=incoming_edges(other))
+
+
 @pytest.mark.parametrize("fastest", [0, 1])
 @every_way
 def test_tuning_times_every_configuration_once_and_keeps_the_fastest(

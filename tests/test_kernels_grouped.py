@@ -146,7 +146,7 @@ def test_layers_of_one_kind_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_any_number_of_layers_shares_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = recorded(monkeypatch, grouped, "grouped_kernel")
-    for count in (2, 31, 33, 67):
+    for count in (2, 33):
         launches.clear()
         assert_products([layer_of(VectorsCase(1 + i % 7, 1 + i % 15, 1 + i % 3), i) for i in range(count)], count)
         assert len(launches) == 1
