@@ -239,7 +239,8 @@ def edgeconv_matvec(
     if chosen == "triton":
         if incoming is None:
             incoming = incoming_edges(winner)
-        _check_incoming(incoming, winner, check_finite)
+        else:
+            _check_incoming(incoming, winner, check_finite)
         return triton_kernels.kernels().edgeconv_matvec(X, incoming, C, V, bias)
     return reference.edgeconv_matvec(X, winner, C, V, bias)
 
