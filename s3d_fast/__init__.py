@@ -1,5 +1,6 @@
 """Signed splitting steepest descent: grow PyTorch networks by splitting neurons, fast."""
 
+from s3d_fast import schedules
 from s3d_fast.activations import Activation, Gaussian, activation, activation_names
 from s3d_fast.capture import Captured, capture
 from s3d_fast.checkpoint import load_grown, save_grown
@@ -72,6 +73,7 @@ __all__ = [
     "optimal_split",
     "register_layer",
     "save_grown",
+    "schedules",
     "select",
     "split_gain",
     "splitting_matrices",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,19 +10,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from s3d_fast import checkpoint, checks, costs
 from s3d_fast.capture import capture
+from s3d_fast.graph import Graph
+from s3d_fast.plan import SplitPlan
+from s3d_fast.random_state import random_state, seed_all, set_random_state
+from s3d_fast.run_folder import RunFolder
 from s3d_fast.selection import select
 from s3d_fast.solvers import extremal_eigenpairs
 from s3d_fast.surgery import apply_splits, check_optimizer
 from s3d_fast.tracing import trace
+from s3d_fast.training import Epoch, EpochTrainer
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, int], object]
+Options = Mapping[str, Any]
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Phase:
         matvecs: products S v that the slowest filter took.
         memory: bytes that the splitting operators held.
         seconds: for each stage.
+        epochs: of an `EpochTrainer`: loss, learning rate, seconds and samples of each.
     """
 
     index: int
@@ -61,6 +66,7 @@ class Phase:
     matvecs: int = 0
     memory: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    epochs: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def is_split(self) -> bool:
@@ -73,7 +79,8 @@ class Grower:
 
     Every phase starts from random states derived from `seed` and its number, so that a run that was interrupted and
     resumed ends with the weights of one that was not (on a CPU, with the same number of threads, and with data whose
-    order depends on the global random state alone).
+    order depends on the global random state alone). An `EpochTrainer` is resumed after its last finished epoch, any
+    other function at the start of its phase.
 
     Args:
         model: the seed network; grown in place.
@@ -85,11 +92,16 @@ class Grower:
             learning rates are set back to their first values at the start of every phase.
         phases: how often to train; there is a split between every two.
         eps: the size of a split.
-        selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D.
+        selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
+            phase and the graph that returns them.
         solver: options for `extremal_eigenpairs`, such as dict(tol=1e-2).
         units: names of the units that may be split; all by default.
+        plan: makes the split plan from the phase and the graph, in place of capture, eigenpairs and selection.
+        trained: the model is trained already: the first phase begins with its evaluation.
         evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
-        out: a folder for checkpoints; without one nothing is written and nothing can be resumed.
+        after_phase: called with every phase when it is finished and saved.
+        out: a folder for checkpoints and the history, see `RunFolder`; without one nothing is written and nothing can
+            be resumed.
         seed: of the random states.
         progress: show bars.
 
@@ -109,10 +121,13 @@ class Grower:
         *,
         phases: int,
         eps: float = 0.01,
-        selection: Mapping[str, Any] | None = None,
-        solver: Mapping[str, Any] | None = None,
+        selection: Options | Callable[[int, Graph], Options] | None = None,
+        solver: Options | None = None,
         units: Sequence[str] | None = None,
+        plan: Callable[[int, Graph], SplitPlan] | None = None,
+        trained: bool = False,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+        after_phase: Callable[[Phase], object] = lambda phase: None,
         out: str | Path | None = None,
         seed: int = 0,
         progress: bool = False,
@@ -122,12 +137,15 @@ class Grower:
         checks.is_count("seed", seed, at_least=0)
         self.model, self.example_input, self.loss_fn = model, example_input, loss_fn
         self.batches, self.train, self.phases, self.eps = batches, train, phases, eps
-        self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else dict(selection)
+        self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection
         self.solver = {"tol": 1e-2} if solver is None else dict(solver)
-        self.units, self.evaluate, self.seed, self.progress = units, evaluate, seed, progress
-        self.out = None if out is None else Path(out)
+        self.units, self.plan, self.trained, self.evaluate = units, plan, trained, evaluate
+        self.after_phase, self.seed, self.progress = after_phase, seed, progress
+        self.folder = None if out is None else RunFolder(out)
         self.history: list[Phase] = []
         self.stopped: str | None = None
+        # A phase that a checkpoint found in the middle of its training, and the random state to go on with.
+        self._unfinished: tuple[Phase, dict[str, Tensor], dict[str, Any]] | None = None
         # Fails here, before any training, on a model that cannot be traced or has no unit of that name.
         graph = trace(model, example_input)
         for name in units or ():
@@ -137,7 +155,7 @@ class Grower:
         self.optimizer = optimizer(model.parameters())
         check_optimizer(self.optimizer, model)
         # Bad options raise here, and not after a phase of training.
-        select({}, graph, **self.selection)
+        select({}, graph, **self._selection(0, graph))
         extremal_eigenpairs([], **self.solver)
         if "generator" in self.solver:
             raise ValueError("solver: a generator has a state that a resumed run would not have; leave it out")
@@ -152,14 +170,13 @@ class Grower:
         Raises:
             ValueError: `resume` without `out`; a folder that holds another run; a loss that is not finite.
         """
-        if self.out is not None:
-            self.out.mkdir(parents=True, exist_ok=True)
-            self._clear_leftovers()
-            found = self._checkpoints()
-            if found and not resume:
-                raise ValueError(f"out: {self.out} holds a run already; resume it, or give another folder")
-            if found:
-                self._restore(found[-1])
+        if self.folder is not None:
+            self.folder.prepare()
+            found = self.folder.latest()
+            if found is not None and not resume:
+                raise ValueError(f"out: {self.folder.path} holds a run already; resume it, or give another folder")
+            if found is not None:
+                self._restore(found)
         elif resume:
             raise ValueError("resume needs the folder of the run; give out")
         with tqdm(total=self.phases, initial=len(self.history), unit="phase", disable=not self.progress) as bar:
@@ -169,44 +186,57 @@ class Grower:
             while len(self.history) < self.phases and self.stopped is None:
                 phase = self._phase(len(self.history))
                 self.history.append(phase)
-                self._save(phase)
+                self._save("phase", phase.index)
+                if self.folder is not None:
+                    self.folder.forget_epochs()
+                self.after_phase(phase)
                 bar.update()
         return self.history
 
     def _phase(self, index: int) -> Phase:
         """Train, and split unless this is the last phase."""
-        self._seed(index, 0)
         for group, rate in zip(self.optimizer.param_groups, self._first_rates, strict=True):
             group["lr"] = rate
         graph = trace(self.model, self.example_input)
         params = sum(parameter.numel() for parameter in self.model.parameters())
         phase = Phase(index, graph.widths(), params, costs.count(graph).macs)
+        seed_all(self.seed, index, 0)
+        if self._unfinished is not None:
+            phase, *state = self._unfinished
+            set_random_state(*state)
+            self._unfinished = None
         with self._timed(phase, "train"):
-            self.train(self.model, self.optimizer, index)
+            self._train(phase)
         with self._timed(phase, "evaluate"):
             if self.evaluate is not None:
                 phase.metrics = {name: float(value) for name, value in self.evaluate(self.model).items()}
-        if self.out is not None:
-            checkpoint.save_grown(self.model, self.out / f"network-{index:03d}.safetensors")
+        if self.folder is not None:
+            checkpoint.save_grown(self.model, self.folder.file("network", index))
         if index + 1 < self.phases:
             self._split(phase)
         return phase
 
+    def _train(self, phase: Phase) -> None:
+        if self.trained and phase.index == 0:
+            return
+        if not isinstance(self.train, EpochTrainer):
+            self.train(self.model, self.optimizer, phase.index)
+            return
+
+        def after_epoch(epoch: Epoch) -> None:
+            phase.epochs.append(asdict(epoch))
+            self._save("epoch", phase.index, unfinished=phase)
+
+        # The seconds of epochs that were trained before the run was resumed count as well.
+        phase.seconds["train"] = sum(epoch["seconds"] for epoch in phase.epochs)
+        self.train(self.model, self.optimizer, phase.index, start=len(phase.epochs), after_epoch=after_epoch)
+
     def _split(self, phase: Phase) -> None:
         # A state of its own, so that a split that comes later, in a resumed run, is the same.
-        self._seed(phase.index, 1)
+        seed_all(self.seed, phase.index, 1)
         graph = trace(self.model, self.example_input)
         batches = list(self.batches(phase.index) if callable(self.batches) else self.batches)
-        with self._timed(phase, "capture"):
-            operators = capture(self.model, self.loss_fn, batches, graph, units=self.units, progress=self.progress)
-        phase.loss, phase.memory = operators.loss, sum(operators.memory().values())
-        with self._timed(phase, "solve"):
-            spectra = extremal_eigenpairs(operators, **self.solver)
-        del operators
-        phase.unconverged = sum(int((~spectrum.converged).sum()) for spectrum in spectra.values())
-        phase.matvecs = max((int(spectrum.matvecs.max()) for spectrum in spectra.values()), default=0)
-        with self._timed(phase, "select"):
-            plan = select(spectra, graph, **self.selection)
+        plan = self._plan(phase, graph, batches)
         for name, splits in plan.by_unit().items():
             phase.gains[name] = sum(split.gain for split in splits)
             phase.new_filters[name] = sum(split.copies - 1 for split in splits)
@@ -220,22 +250,39 @@ class Grower:
         after = trace(self.model, self.example_input)
         phase.split_loss = capture(self.model, self.loss_fn, batches, after, units=()).loss
 
-    def _seed(self, index: int, half: int) -> None:
-        state = np.random.SeedSequence([self.seed, index, half]).generate_state(1)[0]
-        torch.manual_seed(int(state))
-        random.seed(int(state))
-        np.random.seed(int(state))  # noqa: NPY002 - users' augmentation may draw from it
+    def _plan(self, phase: Phase, graph: Graph, batches: Sequence[Any]) -> SplitPlan:
+        """Return the splits of this phase: those that gain the most, or what the function given has chosen."""
+        if self.plan is not None:
+            phase.loss = capture(self.model, self.loss_fn, batches, graph, units=()).loss
+            with self._timed(phase, "select"):
+                return self.plan(phase.index, graph)
+        with self._timed(phase, "capture"):
+            operators = capture(self.model, self.loss_fn, batches, graph, units=self.units, progress=self.progress)
+        phase.loss, phase.memory = operators.loss, sum(operators.memory().values())
+        with self._timed(phase, "solve"):
+            spectra = extremal_eigenpairs(operators, **self.solver)
+        phase.unconverged = sum(int((~spectrum.converged).sum()) for spectrum in spectra.values())
+        phase.matvecs = max((int(spectrum.matvecs.max()) for spectrum in spectra.values()), default=0)
+        if self.folder is not None:
+            self.folder.write_spectra(phase.index, spectra)
+        with self._timed(phase, "select"):
+            return select(spectra, graph, **self._selection(phase.index, graph))
+
+    def _selection(self, phase: int, graph: Graph) -> Options:
+        return self.selection(phase, graph) if callable(self.selection) else self.selection
 
     @contextmanager
     def _timed(self, phase: Phase, stage: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        phase.seconds[stage] = time.perf_counter() - start
+        phase.seconds[stage] = phase.seconds.get(stage, 0.0) + time.perf_counter() - start
 
     def _settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run it continues."""
         settings = {
             "selection": self.selection,
+            "plan": self.plan,
+            "trained": self.trained,
             "solver": self.solver,
             "eps": self.eps,
             "seed": self.seed,
@@ -245,31 +292,27 @@ class Grower:
         # A function is known by its name: its address changes from run to run.
         return json.loads(json.dumps(settings, default=lambda value: getattr(value, "__qualname__", str(type(value)))))
 
-    def _checkpoints(self) -> list[Path]:
-        assert self.out is not None
-        return sorted(self.out.glob("phase-*.safetensors"))
-
-    def _clear_leftovers(self) -> None:
-        """Remove what a process that was killed while it wrote has left behind."""
-        assert self.out is not None
-        for kind in ("phase", "network"):
-            for path in self.out.glob(f".{kind}-*.safetensors.*.tmp"):
-                path.unlink(missing_ok=True)
-
-    def _save(self, phase: Phase) -> None:
-        if self.out is None:
+    def _save(self, kind: str, index: int, unfinished: Phase | None = None) -> None:
+        """Write the checkpoint of a finished phase, or of an epoch of a phase that is unfinished; and the history."""
+        if self.folder is None:
             return
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         state, groups = checkpoint.optimizer_tensors(self.model, self.optimizer)
         tensors |= {f"optimizer/{name}": tensor for name, tensor in state.items()}
+        generators, plain = random_state()
+        tensors |= {f"random/{name}": tensor for name, tensor in generators.items()}
+        phases = [asdict(past) for past in self.history]
         record = {
             "sizes": checkpoint.layer_sizes(self.model),
             "groups": groups,
-            "history": [asdict(past) for past in self.history],
+            "history": phases,
+            "unfinished": None if unfinished is None else asdict(unfinished),
+            "random": plain,
             "stopped": self.stopped,
             "settings": self._settings(),
         }
-        checkpoint.write(self.out / f"phase-{phase.index:03d}.safetensors", tensors, record)
+        checkpoint.write(self.folder.file(kind, index), tensors, record)
+        self.folder.write_history(phases if unfinished is None else [*phases, asdict(unfinished)])
 
     def _restore(self, path: Path) -> None:
         tensors, record = checkpoint.read(path)
@@ -278,7 +321,7 @@ class Grower:
                 f"out: {path.parent} holds a run with other settings: {record['settings']}; "
                 f"this one has {self._settings()}"
             )
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition("/")
             parts[part][rest] = tensor
@@ -287,3 +330,5 @@ class Grower:
         checkpoint.restore_optimizer(self.model, self.optimizer, parts["optimizer"], record["groups"])
         self.history = [Phase(**past) for past in record["history"]]
         self.stopped = record["stopped"]
+        if record["unfinished"] is not None:
+            self._unfinished = (Phase(**record["unfinished"]), parts["random"], record["random"])

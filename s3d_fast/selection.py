@@ -44,7 +44,7 @@ def select(
         m: copies, 2, 3 or 4; or "knapsack": each neuron gets its own m in {1, 2, 3, 4}, which needs a budget.
         c: the bound on the sum of absolute weights, >= 1; 1 is S2D.
         top_k: split so many neurons at most: those with the largest gains, passing over units that are at their cap.
-        fraction: the same, as a share of all neurons of the graph's units, in (0, 1].
+        fraction: the same, as a share of all neurons that have spectra, in (0, 1].
         budget: the cost that may be added at most, in the unit of `cost`. Neurons are chosen for the largest sum of
             gains within it, by an exact integer programme (in large networks, the best that HiGHS finds in 20 s).
         cost: "filters", "params" or "macs", or a function that gives the price of one more copy of a unit's filter.
@@ -80,7 +80,7 @@ def select(
 
     candidates = _candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold)
     if budget is None:
-        chosen = _best(candidates, _limit(graph, top_k, fraction), _caps(caps, graph))
+        chosen = _best(candidates, _limit(spectra, top_k, fraction), _caps(caps, graph))
     else:
         chosen = _within_budget(candidates, graph, budget, cost, _caps(caps, graph), relax)
     chosen = _rounded(candidates, chosen, graph, round_to)
@@ -135,7 +135,7 @@ def _candidates(
     return _Candidates(names, unit, neuron, m_column, gain_column)
 
 
-def _limit(graph: Graph, top_k: int | None, fraction: float | None) -> int | None:
+def _limit(spectra: Mapping[str, Spectrum], top_k: int | None, fraction: float | None) -> int | None:
     if top_k is not None:
         checks.is_count("top_k", top_k, at_least=0)
         return top_k
@@ -144,7 +144,7 @@ def _limit(graph: Graph, top_k: int | None, fraction: float | None) -> int | Non
     checks.is_number("fraction", fraction)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must lie in (0, 1], got {fraction!r}")
-    return max(1, round(fraction * sum(graph.widths().values())))
+    return max(1, round(fraction * sum(len(spectrum) for spectrum in spectra.values())))
 
 
 def _caps(caps: int | Mapping[str, int] | None, graph: Graph) -> dict[str, float]:

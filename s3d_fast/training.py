@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +13,37 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from s3d_fast import checks
+from s3d_fast.schedules import Schedule, constant
 
-SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What happened in one epoch: its number, the mean training loss, the last learning rate, seconds, samples."""
+
+    epoch: int
+    loss: float
+    learning_rate: float
+    seconds: float
+    samples: int
 
 
 class EpochTrainer:
     """Train a model for some epochs: `trainer(model, optimizer, phase)`.
 
+    Batches are moved to the device of the model.
+
     Args:
         loader: batches; iterated once per epoch.
         loss_fn: loss_fn(output, target) or loss_fn(model, batch), as for `capture`.
         epochs: per phase.
-        scheduler: makes a learning-rate scheduler, stepped once per epoch; a new one in every phase.
-        progress: show a bar over the epochs.
+        schedule: the factor on the optimizer's learning rates as a function of the epochs passed; see `schedules`.
+        precision: of the forward pass: "fp32", "bf16", "fp16" (the loss is then scaled), or "auto": the best that the
+            device has, which on a CPU is fp32.
+        channels_last: keep images and filters with their channels innermost, which convolutions are faster with.
+        compile: train through torch.compile; it compiles anew in every phase, since the layers have other sizes.
+        progress: show a bar over the batches, with samples per second and the time left.
     """
 
     def __init__(
@@ -32,38 +52,112 @@ class EpochTrainer:
         loss_fn: Callable[[Any, Any], Tensor],
         epochs: int,
         *,
-        scheduler: SchedulerFactory | None = None,
+        schedule: Schedule | None = None,
+        precision: str = "fp32",
+        channels_last: bool = False,
+        compile: bool = False,
         progress: bool = False,
     ) -> None:
         checks.is_count("epochs", epochs)
+        checks.is_choice("precision", precision, ("auto", *PRECISIONS))
         self.loader, self.loss_fn, self.epochs = loader, loss_fn, epochs
-        self.scheduler, self.progress = scheduler, progress
+        self.schedule = constant() if schedule is None else schedule
+        self.precision, self.channels_last, self.compile, self.progress = precision, channels_last, compile, progress
 
-    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, phase: int) -> None:
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        phase: int,
+        *,
+        start: int = 0,
+        before_epoch: Callable[[int], object] = lambda epoch: None,
+        after_epoch: Callable[[Epoch], object] = lambda epoch: None,
+    ) -> None:
         """Train in train mode.
+
+        Args:
+            model: the model, changed in place.
+            optimizer: of its parameters; its learning rates are those that the schedule's factor multiplies.
+            phase: its number, for the bar and for errors.
+            start: the epochs that were trained before, in a run that is resumed.
+            before_epoch: called with the number of each epoch.
+            after_epoch: called with what happened in it.
 
         Raises:
             ValueError: the loss is not finite.
         """
-        schedule = None if self.scheduler is None else self.scheduler(optimizer)
+        device = next(model.parameters()).device
+        autocast, scaler = self._mixed_precision(device)
+        if self.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        forward = torch.compile(model) if self.compile else model
         model.train()
-        bar = tqdm(range(self.epochs), desc=f"phase {phase}: train", unit="epoch", disable=not self.progress)
-        for epoch in bar:
-            total, batches = 0.0, 0
-            for batch in self.loader:
-                optimizer.zero_grad(set_to_none=True)
-                loss = batch_loss(model, self.loss_fn, batch)
-                loss.backward()
-                optimizer.step()
-                total, batches = total + float(loss.detach()), batches + 1
-            if not total < float("inf"):
-                raise ValueError(f"the training loss is not finite in phase {phase}, epoch {epoch}: {total}")
-            if schedule is not None:
-                schedule.step()
-            bar.set_postfix(loss=f"{total / max(batches, 1):.4g}")
+        length = len(self.loader) if isinstance(self.loader, Sized) else None
+        total = None if length is None else length * self.epochs
+        with tqdm(
+            total=total, initial=start * (length or 0), desc=f"phase {phase}", unit="batch", disable=not self.progress
+        ) as bar:
+            for epoch in range(start, self.epochs):
+                before_epoch(epoch)
+                began, samples, batches = time.perf_counter(), 0, 0
+                # On the device: reading the loss after every batch would make a GPU wait.
+                sum_of_losses = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else None, device=device)
+                for batch in self.loader:
+                    factor = self.schedule(epoch + batches / length if length else float(epoch))
+                    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                        group["lr"] = rate * factor
+                    batch = moved(batch, device, self.channels_last)
+                    optimizer.zero_grad(set_to_none=True)
+                    with autocast:
+                        loss = batch_loss(forward, self.loss_fn, batch)
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    sum_of_losses += loss.detach()
+                    samples, batches = samples + _samples(batch), batches + 1
+                    bar.update()
+                seconds, mean = time.perf_counter() - began, float(sum_of_losses) / max(batches, 1)
+                if not abs(mean) < float("inf"):
+                    raise ValueError(f"the training loss is not finite in phase {phase}, epoch {epoch}: {mean}")
+                bar.set_postfix(loss=f"{mean:.4g}", samples_per_s=f"{samples / seconds:.0f}")
+                after_epoch(Epoch(epoch, mean, optimizer.param_groups[0]["lr"], seconds, samples))
+
+    def _mixed_precision(self, device: torch.device) -> tuple[torch.autocast, torch.amp.GradScaler]:
+        name = self.precision
+        if name == "auto":
+            name = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        autocast = torch.autocast(device.type, PRECISIONS[name], enabled=True) if name != "fp32" else None
+        return (
+            autocast or torch.autocast(device.type, enabled=False),
+            torch.amp.GradScaler(device.type, enabled=name == "fp16"),
+        )
 
 
-def batch_loss(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, name: str = "a batch") -> Tensor:
+def moved(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
+    """Return a batch with its tensors on a device, images with their channels innermost if wanted."""
+    if isinstance(batch, Tensor):
+        images = channels_last and batch.dim() == 4
+        memory_format = torch.channels_last if images else torch.preserve_format
+        return batch.to(device, non_blocking=True, memory_format=memory_format)
+    if type(batch) in (tuple, list):
+        return type(batch)(moved(part, device, channels_last) for part in batch)
+    if type(batch) is dict:
+        return {key: moved(part, device, channels_last) for key, part in batch.items()}
+    return batch
+
+
+def _samples(batch: Any) -> int:
+    """Return the number of samples of a batch: the length of its first tensor."""
+    while isinstance(batch, (tuple, list, dict)) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return len(batch) if isinstance(batch, Tensor) and batch.dim() else 1
+
+
+def batch_loss(
+    model: Callable[..., Any], loss_fn: Callable[[Any, Any], Tensor], batch: Any, name: str = "a batch"
+) -> Tensor:
     """Return the loss of a model on a batch, for both kinds of loss function of `capture`; `name` is for errors.
 
     Raises:

@@ -15,9 +15,10 @@ class MobileNetV1(nn.Module):
     """Depthwise separable convolutions.
 
     Args:
-        widths: channels of the stem and of the 13 pointwise layers.
+        widths: channels of the stem and of the pointwise layers.
         num_classes: outputs.
         stem_stride: 1 for CIFAR-sized images, 2 for ImageNet-sized ones.
+        strides: of the depthwise layers; fewer than 13 make a shallower network.
         activation: makes the activation modules.
     """
 
@@ -27,18 +28,19 @@ class MobileNetV1(nn.Module):
         num_classes: int = 1000,
         *,
         stem_stride: int = 2,
+        strides: Sequence[int] = STRIDES,
         activation: Callable[[], nn.Module] = nn.ReLU,
     ) -> None:
         super().__init__()
-        if len(widths) != len(FULL_WIDTHS):
-            raise ValueError(f"widths must have {len(FULL_WIDTHS)} entries, got {len(widths)}")
+        if len(widths) != len(strides) + 1:
+            raise ValueError(f"widths must have {len(strides) + 1} entries, got {len(widths)}")
         self.stem = nn.Sequential(
             nn.Conv2d(3, widths[0], 3, stem_stride, 1, bias=False), nn.BatchNorm2d(widths[0]), activation()
         )
         self.blocks = nn.Sequential(
             *(
                 separable(fan_in, width, stride, activation)
-                for fan_in, width, stride in zip(widths[:-1], widths[1:], STRIDES, strict=True)
+                for fan_in, width, stride in zip(widths[:-1], widths[1:], strides, strict=True)
             )
         )
         self.pool = nn.AdaptiveAvgPool2d(1)

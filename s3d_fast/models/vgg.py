@@ -1,10 +1,13 @@
-"""VGG-19 with BatchNorm (Simonyan and Zisserman, 2015) with a width per layer."""
+"""VGG-19 (Simonyan and Zisserman, 2015), with BatchNorm or without, with a width per layer."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 FULL_WIDTHS = (64,) * 2 + (128,) * 2 + (256,) * 4 + (512,) * 8
@@ -22,6 +25,8 @@ class VGG19(nn.Module):
         hidden: widths of the classifier's hidden layers: none, or (4096, 4096) for ImageNet.
         activation: makes the activation modules.
         dropout: after every hidden layer of the classifier.
+        batchnorm: after every convolution; the names of parameters are those of torchvision's vgg19_bn with it, and of
+            its vgg19 without.
     """
 
     def __init__(
@@ -33,13 +38,15 @@ class VGG19(nn.Module):
         hidden: Sequence[int] = (),
         activation: Callable[[], nn.Module] = nn.ReLU,
         dropout: float = 0.5,
+        batchnorm: bool = True,
     ) -> None:
         super().__init__()
         if len(widths) != len(FULL_WIDTHS):
             raise ValueError(f"widths must have {len(FULL_WIDTHS)} entries, got {len(widths)}")
         features: list[nn.Module] = []
         for index, (fan_in, width) in enumerate(zip((3, *widths[:-1]), widths, strict=True)):
-            features += [nn.Conv2d(fan_in, width, 3, padding=1), nn.BatchNorm2d(width), activation()]
+            norm = [nn.BatchNorm2d(width)] if batchnorm else []
+            features += [nn.Conv2d(fan_in, width, 3, padding=1), *norm, activation()]
             if index in POOL_AFTER:
                 features.append(nn.MaxPool2d(2))
         classifier: list[nn.Module] = []
@@ -53,3 +60,44 @@ class VGG19(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, 3, H, W) -> (B, num_classes)
         """Return the class scores."""
         return self.classifier(self.pool(self.features(x)).flatten(1))
+
+
+def vgg19_of(tensors: Mapping[str, Tensor]) -> VGG19:
+    """Return the VGG19, with ReLU and in float32, that has these weights by name; its sizes are read off their shapes.
+
+    Raises:
+        ValueError, RuntimeError: they are not the weights of a VGG19.
+    """
+    convolutions, linears = _weights(tensors, "features", dims=4), _weights(tensors, "classifier", dims=2)
+    if len(convolutions) != len(FULL_WIDTHS) or not linears:
+        raise ValueError(
+            f"tensors must hold {len(FULL_WIDTHS)} convolutions features.*.weight and at least one layer "
+            f"classifier.*.weight, got {len(convolutions)} and {len(linears)}"
+        )
+    widths, sizes = [len(weight) for weight in convolutions], [len(weight) for weight in linears]
+    if min(widths + sizes) < 1:
+        raise ValueError(f"tensors must hold layers that are not empty, got widths {widths} and {sizes}")
+    # On no device: only names and shapes are needed of this model, which takes over the tensors themselves.
+    with torch.device("meta"):
+        model = VGG19(
+            widths,
+            sizes[-1],
+            pool=math.isqrt(linears[0].shape[1] // widths[-1]),
+            hidden=sizes[:-1],
+            batchnorm="features.1.running_mean" in tensors,
+        )
+    values = {
+        name: tensor.detach().float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+    }
+    model.load_state_dict(values, strict=True, assign=True)
+    return model
+
+
+def _weights(tensors: Mapping[str, Tensor], part: str, dims: int) -> list[Tensor]:
+    """Return the weights of the layers of a part, in their order."""
+    found = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(rf"{part}\.(\d+)\.weight", name)
+        if match is not None and tensor.dim() == dims:
+            found[int(match[1])] = tensor
+    return [found[index] for index in sorted(found)]

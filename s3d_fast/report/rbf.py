@@ -1,4 +1,4 @@
-"""Figures."""
+"""The figure of the RBF experiment."""
 
 from __future__ import annotations
 
@@ -9,22 +9,7 @@ from typing import Any
 import torch
 
 from s3d_fast.experiments import rbf
-
-
-def require_matplotlib() -> Any:
-    """Return matplotlib.pyplot, set to draw into files.
-
-    Raises:
-        RuntimeError: matplotlib is not installed; says how to get it.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise RuntimeError("figures need matplotlib, which is not installed: pip install 's3d_fast[plots]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+from s3d_fast.report.drawing import require_matplotlib
 
 
 def rbf_figure(runs: Sequence[rbf.Run], problem: rbf.Problem, settings: rbf.RBFSettings, path: Path) -> None:

@@ -1,0 +1,220 @@
+"""The experiments of docs/results.md on real data: runs them, and sums them up in docs/results.json.
+
+    python -m benchmarks.results run --cifar100 PATH --modelnet40 PATH [--jobs 2] [--out runs/results]
+    python -m benchmarks.results time [--out runs/results]
+    python -m benchmarks.results summary [--out runs/results]
+
+`run` calls the command line, one thread for each run and `--jobs` of them at a time; runs that are finished are not run
+again, and those that were interrupted go on. `time` measures forward passes side by side, and wants an idle machine.
+docs/make_results.py makes docs/results.md of the summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from s3d_fast import env, recipes, report
+from s3d_fast.checkpoint import load_grown
+from s3d_fast.commands.inspect import recipe_of, saved_network
+from s3d_fast.recipes.running import make_network
+
+SEEDS = (0, 1, 2)
+BOUNDS = (1.0, 1.1, 1.3, 1.5, 2.0)
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A call of `s3d-fast grow`, and the file that must be there before it can begin."""
+
+    name: str
+    recipe: str
+    options: tuple[str, ...]
+    needs: Path | None = None
+
+    def command(self, data: str, out: Path) -> list[str]:
+        """Return the command, as a user would type it."""
+        common = ("--preset", "cpu", "--data", data, "--out", str(out / self.name), "--threads", "1", "--resume")
+        return ["s3d-fast", "grow", self.recipe, *self.options, *common]
+
+
+def experiments(out: Path) -> list[Experiment]:
+    """Return all runs, in the order in which they are best begun."""
+    found = []
+    for recipe, methods in (
+        ("cifar100-mobilenet", ("s3d", "s2d", "net2net")),
+        ("modelnet40-dgcnn", ("s3d", "s2d")),
+    ):
+        for seed in SEEDS:
+            by_seed = ("--seed", str(seed))
+            trained = out / f"{recipe}-seed-{seed}" / "network-000.safetensors"
+            # All methods start from the same trained seed network.
+            start = (*by_seed, "--start", str(trained))
+            found.append(Experiment(f"{recipe}-seed-{seed}", recipe, (*by_seed, "--steps", "0")))
+            found += [
+                Experiment(f"{recipe}-{method}-{seed}", recipe, ("--method", method, *start), trained)
+                for method in methods
+            ]
+            if recipe == "cifar100-mobilenet":
+                grown = out / f"{recipe}-s3d-{seed}"
+                like = ("--method", "uniform", *by_seed, "--like", str(grown))
+                steps = recipes.recipe(recipe, "cpu").steps
+                found.append(
+                    Experiment(f"{recipe}-uniform-{seed}", recipe, like, grown / f"phase-{steps:03d}.safetensors")
+                )
+                # c = 1 and c = 1.3 are the first steps of S2D and S3D.
+                found += [
+                    Experiment(f"{recipe}-c{c}-{seed}", recipe, (*start, "--steps", "1", "--c", str(c)), trained)
+                    for c in BOUNDS
+                    if c not in (1.0, 1.3)
+                ]
+    return found
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run what is not finished, several at a time."""
+    paths = {"cifar100-mobilenet": options.cifar100, "modelnet40-dgcnn": options.modelnet40}
+    waiting = [e for e in experiments(options.out) if paths[e.recipe] and not (options.out / e.name / "done").exists()]
+    lock, failed = threading.Lock(), []
+    running: set[str] = set()
+
+    def take() -> Experiment | None:
+        with lock:
+            for experiment in waiting:
+                if experiment.needs is None or experiment.needs.exists():
+                    waiting.remove(experiment)
+                    running.add(experiment.name)
+                    return experiment
+            return None
+
+    def work() -> None:
+        while waiting and not failed:
+            experiment = take()
+            if experiment is None:
+                time.sleep(1)
+                continue
+            folder = options.out / experiment.name
+            folder.mkdir(parents=True, exist_ok=True)
+            command = experiment.command(paths[experiment.recipe], options.out)
+            print(shlex.join(command), flush=True)
+            with open(folder / "log.txt", "a") as log:
+                ended = subprocess.run(
+                    [sys.executable, "-m", "s3d_fast", *command[1:], "--quiet"], stdout=log, stderr=log, check=False
+                )
+            if ended.returncode == 0:
+                (folder / "done").touch()
+            else:
+                failed.append(experiment.name)
+                print(f"failed: {experiment.name}; see {folder / 'log.txt'}", flush=True)
+
+    workers = [threading.Thread(target=work) for _ in range(options.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if failed:
+        raise SystemExit(1)
+
+
+def time_forward(options: argparse.Namespace) -> None:
+    """Measure the forward pass of the grown DGCNNs and of the full-width one, in turns, in eval mode."""
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for method in ("s3d", "s2d"):
+        for seed in SEEDS:
+            folder = options.out / f"modelnet40-dgcnn-{method}-{seed}"
+            about, _ = saved_network(folder, None)
+            recipe = recipe_of(about)
+            models = []
+            for phase in range(recipe.steps + 1):
+                model = make_network(recipe, about["classes"])
+                load_grown(model, saved_network(folder, phase)[1])
+                models.append(model.eval())
+            full = recipe.network(recipe.full_widths, about["classes"]).eval()
+            x = torch.randn(16, *about["input_shape"])
+            seconds = _in_turns([*models, full], x)
+            results[folder.name] = {
+                "relative": [value / seconds[-1] for value in seconds[:-1]],
+                "full_params": sum(p.numel() for p in full.parameters()),
+            }
+    (options.out / "forward.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _in_turns(models: list[torch.nn.Module], x: torch.Tensor, rounds: int = 15) -> list[float]:
+    """Return the median seconds of each model's forward pass; the models take turns, so that all meet the same noise."""
+    seconds: list[list[float]] = [[] for _ in models]
+    with torch.no_grad():
+        for _ in range(rounds + 2):
+            for model, taken in zip(models, seconds, strict=True):
+                began = time.perf_counter()
+                model(x)
+                taken.append(time.perf_counter() - began)
+    return [sorted(taken[2:])[rounds // 2] for taken in seconds]
+
+
+def summary(options: argparse.Namespace) -> None:
+    """Write docs/results.json: what the tables and sentences of docs/results.md are made of."""
+    runs = {}
+    for experiment in experiments(options.out):
+        folder = options.out / experiment.name
+        if not (folder / "done").exists():
+            continue
+        found = report.read_run(folder)
+        path = "DATA"
+        command = [part for part in experiment.command(path, Path("runs/results")) if part != "--resume"]
+        command = [part.replace(str(options.out), "runs/results") for part in command]
+        runs[experiment.name] = {
+            "command": shlex.join(command),
+            "recipe": experiment.recipe,
+            "method": found.about["method"],
+            "seed": found.about["seed"],
+            "c": found.about["settings"]["c"] if found.about["method"] == "s3d" else 1.0,
+            "phases": [
+                {
+                    "params": phase.params,
+                    "macs": phase.macs,
+                    "filters": sum(phase.widths.values()),
+                    "accuracy": phase.metrics["accuracy"],
+                    "train_loss": phase.epochs[-1].loss if phase.epochs else None,
+                    "predicted": phase.predicted,
+                    "measured": phase.measured,
+                    "negative": None,
+                    "seconds": phase.seconds,
+                }
+                for phase in found.phases
+            ],
+        }
+    forward = options.out / "forward.json"
+    content = {
+        "environment": {name: env.report()[name] for name in ("processor", "torch", "python", "s3d_fast")},
+        "runs": runs,
+        "forward": json.loads(forward.read_text()) if forward.exists() else {},
+    }
+    (ROOT / "docs" / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main() -> None:
+    """Parse and do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "time", "summary"))
+    parser.add_argument("--cifar100", help="path of the data")
+    parser.add_argument("--modelnet40", help="path of the data")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/results"))
+    options = parser.parse_args()
+    {"run": run, "time": time_forward, "summary": summary}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""s3d-fast compare: overlay runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from s3d_fast import report
+from s3d_fast.tables import text_table
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command."""
+    command = commands.add_parser(
+        "compare",
+        help="overlay runs in one report",
+        description="Print a table of runs, those that differ in the seed only taken together, and draw them over "
+        "one another.",
+    )
+    command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    command.add_argument("--out", type=Path, default=Path("runs/compare"), help="default: %(default)s")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print and draw."""
+    report.require_matplotlib()
+    print(text_table(report.comparison_table([report.read_run(folder) for folder in options.runs])))
+    print(f"Written: {report.write_comparison(options.runs, options.out)}")
+    return 0

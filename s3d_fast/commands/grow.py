@@ -1,0 +1,179 @@
+"""s3d-fast grow: run a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from s3d_fast import recipes, report
+from s3d_fast.commands.datasets import add_data_options, load_dataset
+from s3d_fast.growth import Phase
+from s3d_fast.recipes.running import METHODS, Job, run
+from s3d_fast.tables import text_table
+
+# A report is written while a run is under way, but not more often than this.
+REPORT_SECONDS = 60.0
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command."""
+    methods = "; ".join(f"{name}: {what}" for name, what in METHODS.items())
+    command = commands.add_parser(
+        "grow",
+        help="grow a network by a recipe",
+        description="Grow a network by a recipe; writes checkpoints, history.jsonl and report.html.",
+        epilog=f"Methods: {methods}.",
+    )
+    command.add_argument("recipe", nargs="?", default="digits", choices=tuple(recipes.RECIPES), metavar="RECIPE")
+    add_data_options(command)
+    command.add_argument("--method", choices=tuple(METHODS), default="s3d", help="default: %(default)s")
+    command.add_argument(
+        "--preset", choices=recipes.PRESETS, default="paper", help="the paper's numbers, or numbers for two CPU cores"
+    )
+    command.add_argument("--out", type=Path, help="folder of the run; default: runs/RECIPE-METHOD-SEED")
+    command.add_argument("--resume", action="store_true", help="go on with the run in the folder, if there is one")
+    command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    command.add_argument("--start", type=Path, metavar="FILE", help="a saved network, instead of training the seed")
+    command.add_argument("--like", type=Path, metavar="RUN", help="uniform: match the parameters of this run's phases")
+    command.add_argument(
+        "--scratch",
+        choices=("total", "phase"),
+        default="total",
+        help="uniform: train for the epochs that a grown network has had by then, or for those of one phase",
+    )
+    command.add_argument("--device", default="auto", help="default: a GPU if there is one")
+    command.add_argument(
+        "--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="default: %(default)s"
+    )
+    command.add_argument("--compile", action="store_true", help="train through torch.compile")
+    command.add_argument("--threads", type=int, help="CPU threads; all cores by default")
+    command.add_argument("--tensorboard", action="store_true", help="write TensorBoard events too")
+    command.add_argument("--no-report", action="store_true", help="do not draw report.html")
+    command.add_argument("--quiet", action="store_true", help="no progress bars")
+    settings = command.add_argument_group("settings of the recipe, in place of the preset's")
+    for name, (kind, help) in recipes.Recipe.settings().items():
+        settings.add_argument(f"--{name.replace('_', '-')}", type=_parser(kind), help=help, metavar=_metavar(kind))
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    # Before the work, not after it: a missing library should not cost a run.
+    if not options.no_report:
+        report.require_matplotlib()
+    given = {name: getattr(options, name) for name in recipes.Recipe.settings()}
+    recipe = recipes.recipe(options.recipe, options.preset)
+    recipe = recipe.with_settings({name: value for name, value in given.items() if value is not None})
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    out = options.out or Path("runs") / f"{recipe.name}-{options.method}-{options.seed}"
+    observers: list[Callable[[Phase], object]] = []
+    if not options.no_report:
+        observers.append(_Reporter(out))
+    if options.tensorboard:
+        observers.append(_TensorBoard(out))
+
+    def after_phase(phase: Phase) -> None:
+        for observer in observers:
+            observer(phase)
+
+    job = Job(
+        recipe,
+        load_dataset(recipe, options),
+        preset=options.preset,
+        method=options.method,
+        seed=options.seed,
+        out=out,
+        start=options.start,
+        like=options.like,
+        scratch=options.scratch,
+        device=options.device,
+        precision=options.precision,
+        compile=options.compile,
+        progress=not options.quiet,
+        after_phase=after_phase,
+    )
+    history = run(job, resume=options.resume)
+    print(text_table(_table(history)))
+    if not options.no_report:
+        print(f"Written: {report.write_report(out)}")
+    return 0
+
+
+def _table(history: list[Phase]) -> list[list[str]]:
+    rows = [["phase", "filters", "parameters", "MACs", "accuracy", "predicted change", "measured change"]]
+    for phase in history:
+        measured = phase.split_loss - phase.loss
+        rows.append(
+            [
+                str(phase.index),
+                str(sum(phase.widths.values())),
+                str(phase.params),
+                str(phase.macs),
+                f"{phase.metrics['accuracy']:.4f}",
+                f"{phase.predicted_change:.3e}" if phase.new_filters else "-",
+                f"{measured:.3e}" if measured == measured else "-",
+            ]
+        )
+    return rows
+
+
+class _Reporter:
+    """Draws the report of a run while it is under way."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.last = out, time.monotonic()
+
+    def __call__(self, phase: Phase) -> None:
+        if time.monotonic() - self.last > REPORT_SECONDS:
+            report.write_report(self.out)
+            self.last = time.monotonic()
+
+
+class _TensorBoard:
+    """Writes the epochs and the phases of a run as TensorBoard events."""
+
+    def __init__(self, out: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise RuntimeError(
+                "events need tensorboard, which is not installed: pip install 's3d_fast[tensorboard]'"
+            ) from error
+        self.out, self.epochs = out, 0
+        self.open: Callable[[str], Any] = SummaryWriter
+        self.writer: Any = None
+
+    def __call__(self, phase: Phase) -> None:
+        # Made late, when the folder is known to be this run's.
+        if self.writer is None:
+            self.writer = self.open(str(self.out / "tensorboard"))
+        for epoch in phase.epochs:
+            self.writer.add_scalar("train/loss", epoch["loss"], self.epochs)
+            self.writer.add_scalar("train/learning_rate", epoch["learning_rate"], self.epochs)
+            self.epochs += 1
+        values = {"size/params": phase.params, "size/macs": phase.macs, "split/predicted": phase.predicted_change}
+        values |= {f"test/{name}": value for name, value in phase.metrics.items()}
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, phase.index)
+        self.writer.flush()
+
+
+def _parser(kind: str) -> Callable[[str], Any]:
+    """Return what turns the text of an option into a value of a setting's type."""
+    element: Callable[[str], Any] = float if "float" in kind else int if "int" in kind else str
+    if kind.startswith("tuple"):
+
+        def values(text: str) -> tuple[Any, ...]:
+            return tuple(element(part) for part in text.split(",") if part)
+
+        return values
+    return element
+
+
+def _metavar(kind: str) -> str:
+    return "N,N,..." if kind.startswith("tuple") else "X" if "float" in kind else "N" if "int" in kind else "NAME"

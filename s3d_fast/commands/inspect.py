@@ -1,0 +1,109 @@
+"""s3d-fast inspect: what can be split in a saved network, and its spectra."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from s3d_fast import recipes
+from s3d_fast.capture import capture
+from s3d_fast.checkpoint import load_grown
+from s3d_fast.commands.datasets import add_data_options, load_dataset
+from s3d_fast.graph import Graph
+from s3d_fast.random_state import seed_all
+from s3d_fast.recipes.running import make_loss, make_network
+from s3d_fast.run_folder import RunFolder
+from s3d_fast.schemes import split_gain
+from s3d_fast.solvers import extremal_eigenpairs
+from s3d_fast.tables import text_table
+from s3d_fast.tracing import trace
+
+Ends = dict[str, tuple[Tensor, Tensor]]  # lambda_min and lambda_max of every unit
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command."""
+    command = commands.add_parser(
+        "inspect",
+        help="show what can be split in a network of a run, and its spectra",
+        description="Print which layers can be split and why not, and the extreme eigenvalues of every layer.",
+    )
+    command.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
+    command.add_argument("--phase", type=int, help="whose network; the last by default")
+    add_data_options(command)
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    about, path = saved_network(options.folder, options.phase)
+    recipe = recipe_of(about)
+    model = make_network(recipe, about["classes"])
+    load_grown(model, path)
+    graph = trace(model, torch.zeros(2, *about["input_shape"]))
+    print(f"{path}: {sum(p.numel() for p in model.parameters())} parameters\n")
+    print(graph.explain())
+    saved = path.with_name(path.name.replace("network", "spectra"))
+    if options.data is not None or recipe.dataset == "digits":
+        ends, where = _computed(recipe, model, graph, options), f"{recipe.split_samples} training samples"
+    elif saved.exists():
+        ends, where = _saved(saved), saved.name
+    else:
+        print("\nThe run has not computed the spectra of this network; give --data to do so.")
+        return 0
+    print(f"\nExtreme eigenvalues of the filters, from {where}; G: the gains for m = {recipe.m}, c = {recipe.c}:")
+    print(text_table(_table(ends, recipe)))
+    return 0
+
+
+def saved_network(run: Path, phase: int | None) -> tuple[dict, Path]:
+    """Return run.json and the path of a network of a run.
+
+    Raises:
+        ValueError: there is no run in the folder, or it has no network of this phase.
+    """
+    description = run / "run.json"
+    if not description.exists():
+        raise ValueError(f"{run} is not the folder of a run: it has no run.json")
+    networks = RunFolder(run).networks()
+    if not networks:
+        raise ValueError(f"{run} has no network-*.safetensors yet")
+    if phase is None:
+        return json.loads(description.read_text()), networks[-1]
+    path = RunFolder(run).file("network", phase)
+    if path not in networks:
+        raise ValueError(f"{run} has no network of phase {phase}; it has {', '.join(p.name for p in networks)}")
+    return json.loads(description.read_text()), path
+
+
+def recipe_of(about: dict) -> recipes.Recipe:
+    """Return the recipe of a run, with its settings."""
+    return recipes.recipe(about["recipe"], about["preset"]).with_settings(about["settings"])
+
+
+def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: argparse.Namespace) -> Ends:
+    dataset = load_dataset(recipe, options)
+    seed_all(0)
+    batches = dataset.train.sample(recipe.split_samples, recipe.split_batch)
+    operators = capture(model, make_loss(recipe), batches, graph, progress=True)
+    spectra = extremal_eigenpairs(operators, tol=recipe.tol, solver="auto")
+    return {name: (spectrum.lambda_min, spectrum.lambda_max) for name, spectrum in spectra.items()}
+
+
+def _saved(path: Path) -> Ends:
+    tensors = load_file(path)
+    units = dict.fromkeys(name.rpartition("/")[0] for name in tensors)
+    return {unit: (tensors[f"{unit}/lambda_min"], tensors[f"{unit}/lambda_max"]) for unit in units}
+
+
+def _table(ends: Ends, recipe: recipes.Recipe) -> list[list[str]]:
+    rows = [["unit", "filters", "lambda_min: least", "median", "lambda_max: median", "largest", "G: least", "median"]]
+    for unit, (low, high) in ends.items():
+        gain = split_gain(low, high, recipe.m, recipe.c)
+        values = (low.min(), low.median(), high.median(), high.max(), gain.min(), gain.median())
+        rows.append([unit, str(len(low)), *(f"{value.item():.3g}" for value in values)])
+    return rows

@@ -1,0 +1,86 @@
+"""s3d-fast rbf: the paper's toy experiment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from s3d_fast import report
+from s3d_fast.experiments import rbf
+from s3d_fast.tables import text_table
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command."""
+    command = commands.add_parser(
+        "rbf",
+        help="the paper's toy experiment: RBF networks grown by S2D and S3D",
+        description="Grow one-dimensional RBF networks from one neuron with S2D and S3D; print a table, draw a figure.",
+    )
+    command.add_argument("--preset", choices=tuple(rbf.PRESETS), default="quick", help="default: %(default)s")
+    command.add_argument("--seeds", type=int, help="networks per method, trained as one batch")
+    command.add_argument("--neurons", type=int, help="the size to grow to, at least 5")
+    command.add_argument("--steps", type=int, help="gradient steps per neuron")
+    command.add_argument("--eps", type=float, help="size of a split")
+    command.add_argument("--first-seed", type=int, help="the first of the seeds")
+    command.add_argument("--out", type=Path, default=Path("runs/rbf"), help="folder for results; default: %(default)s")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Grow, print, draw."""
+    names = ("seeds", "neurons", "steps", "eps", "first_seed")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    settings = replace(rbf.PRESETS[options.preset], **given)
+    # Before the work, not after it: a missing library or folder should not cost a run.
+    report.require_matplotlib()
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    problem = rbf.make_problem(settings)
+    total = len(rbf.METHODS) * settings.steps * settings.neurons
+    runs = []
+    with _small_tensors(), tqdm(total=total, unit="step", smoothing=0.05) as bar:
+        for method in rbf.METHODS:
+            bar.set_description(method.name)
+            runs.append(rbf.grow(problem, method, settings, bar.update))
+    text = "\n\n".join(
+        [
+            f"Loss over {settings.seeds} seeds, {settings.steps} steps per neuron: median [quartiles].",
+            *(text_table(rbf.loss_table(runs, group, settings.neurons)) for group in (rbf.BY_COPIES, rbf.BY_BOUND)),
+            "stuck: networks that had no split left to gain from before they reached the last size.",
+            rbf.verdict(runs),
+        ]
+    )
+    print(f"\n{text}\n")
+
+    figure = options.out / "rbf.png"
+    report.rbf_figure(runs, problem, settings, figure)
+    (options.out / "rbf.txt").write_text(text + "\n")
+    records = [rbf.summary(run) for run in runs]
+    (options.out / "rbf.json").write_text(json.dumps(records, indent=1) + "\n")
+    print(f"Written: {figure}, rbf.txt, rbf.json")
+    return 0
+
+
+@contextmanager
+def _small_tensors() -> Iterator[None]:
+    """Compute with one thread and without denormal numbers.
+
+    Tensors this small do not gain from a second thread; and exp(-z^2 / 2) far from a centre is a denormal number, which
+    is slow to compute with and contributes nothing.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)

@@ -1,0 +1,39 @@
+"""s3d-fast recipes: list them."""
+
+from __future__ import annotations
+
+import argparse
+
+from s3d_fast.recipes import PRESETS, RECIPES
+from s3d_fast.tables import text_table
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command."""
+    command = commands.add_parser(
+        "recipes", help="list the recipes", description="List the recipes and their settings."
+    )
+    command.add_argument("recipe", nargs="?", choices=tuple(RECIPES), metavar="RECIPE", help="show all its settings")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the recipes, or the settings of one."""
+    if options.recipe is None:
+        print(
+            text_table([["recipe", "what"], *([name, presets["paper"].summary] for name, presets in RECIPES.items())])
+        )
+        return 0
+    presets = [RECIPES[options.recipe][preset] for preset in PRESETS]
+    settings = [recipe.as_settings() for recipe in presets]
+    rows = [["setting", *PRESETS, "what"]]
+    for name, (_, help) in presets[0].settings().items():
+        rows.append([name, *(_short(values[name]) for values in settings), help])
+    print(text_table(rows))
+    return 0
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{value[0]} x {len(value)}" if len(set(value)) == 1 else ",".join(map(str, value))
+    return "-" if value is None else str(value)

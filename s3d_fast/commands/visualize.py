@@ -1,0 +1,66 @@
+"""s3d-fast visualize: pictures of filters before and after splitting."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from s3d_fast import visualize
+from s3d_fast.checkpoint import load_grown
+from s3d_fast.commands.inspect import recipe_of, saved_network
+from s3d_fast.recipes.running import make_network
+from s3d_fast.tables import text_table
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command."""
+    command = commands.add_parser(
+        "visualize",
+        help="draw filters before and after splitting, by guided backpropagation",
+        description="Find the filters of a layer with extreme eigenvalues and draw them before and after splitting.",
+    )
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN", dest="folder", help="folder of a run, for its network")
+    source.add_argument("--vgg19", type=Path, metavar="FILE", help="weights of VGG-19, with BatchNorm or without")
+    command.add_argument("--phase", type=int, help="of the run; the last by default")
+    command.add_argument("--image", type=Path, required=True, metavar="FILE", help="any picture")
+    command.add_argument("--label", type=int, help="class of the image; by default what the network says it is")
+    command.add_argument("--layer", help="name of the layer; the last convolution by default")
+    command.add_argument("--eps", type=float, default=0.01, help="size of a split; default: %(default)s")
+    command.add_argument("--c", type=float, default=1.3, help="bound on weights, for G_4; default: %(default)s")
+    command.add_argument("--all", action="store_true", help="the opposite extremes too")
+    command.add_argument("--out", type=Path, default=Path("runs/filters.png"), help="default: %(default)s")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the filters and draw them."""
+    if options.vgg19 is not None:
+        model, size = visualize.load_vgg19(options.vgg19), 224
+    else:
+        about, path = saved_network(options.folder, options.phase)
+        model, size = make_network(recipe_of(about), about["classes"]), about["input_shape"][-1]
+        if len(about["input_shape"]) != 3 or about["input_shape"][0] != 3:
+            raise ValueError(f"--run: the network must take images of three channels, got {about['input_shape']}")
+        load_grown(model, path)
+    image = visualize.load_image(options.image, size)
+    if options.label is None:
+        with torch.no_grad():
+            label = int(model.eval()(image).argmax())
+        print(f"The network takes the image for class {label}.")
+    else:
+        label = options.label
+    pictures = visualize.filter_pictures(
+        model, image, torch.tensor([label]), options.layer, eps=options.eps, c=options.c, all_extremes=options.all
+    )
+    rows = [["filter", "of", "lambda_min", "lambda_max", "G_4", "rho"]]
+    for picture in pictures:
+        values = (picture.lambda_min, picture.lambda_max, picture.gain, picture.radius)
+        rows.append([str(picture.filter), picture.title, *(f"{value:.3g}" for value in values)])
+    print(text_table(rows))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    visualize.draw(image, pictures, options.out)
+    print(f"Written: {options.out}")
+    return 0

@@ -1,0 +1,110 @@
+"""ModelNet40 as point clouds, from the HDF5 files that PointNet's authors published, or from npz."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from s3d_fast import checks
+from s3d_fast.data.augment import scale_and_jitter
+from s3d_fast.data.files import as_labels, existing, found, read_npz, require, some, whole
+from s3d_fast.data.sources import ArraySource, Dataset
+
+CLASSES = 40
+
+Split = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class FirstPoints:
+    """clouds -> their first `points` points."""
+
+    points: int
+
+    def __call__(self, clouds: Tensor) -> Tensor:  # (N, P, 3) -> (N, points, 3)
+        """Return the first points of each cloud."""
+        return clouds[:, : self.points].contiguous()
+
+
+def modelnet40(path: str | Path, points: int = 1024) -> Dataset:
+    """Return ModelNet40; training clouds are scaled, shifted and jittered as in DGCNN's training.
+
+    Args:
+        path: a folder, or one that contains modelnet40_ply_hdf5_2048, with ply_data_train*.h5 and ply_data_test*.h5;
+            or an npz file, or a folder with modelnet40.npz, that holds x_train, y_train, x_test, y_test; or a folder
+            with modelnet40_train.npz and modelnet40_test.npz. Clouds are (N, P, 3).
+        points: points of a cloud; of more, a random subset in training and the first ones in tests.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        ValueError: a file is damaged, or holds something else, or clouds have fewer points.
+        RuntimeError: the files are HDF5, and h5py is not installed.
+    """
+    checks.is_count("points", points)
+    splits = _read(existing(path))
+    for name, (clouds, _) in zip(("train", "test"), splits, strict=True):
+        if clouds.shape[1] < points:
+            raise ValueError(f"points must be at most {clouds.shape[1]}, which the {name} clouds have; got {points}")
+    train, test = (
+        ArraySource(
+            clouds,
+            labels,
+            FirstPoints(points),
+            partial(scale_and_jitter, points=points) if clouds.shape[1] > points else scale_and_jitter,
+        )
+        for clouds, labels in splits
+    )
+    return Dataset("modelnet40", train, test, CLASSES, (points, 3))
+
+
+def _read(path: Path) -> tuple[Split, Split]:
+    if path.suffix == ".npz" and not path.stem.endswith(("_train", "_test")):
+        return _read_npz(path, "train"), _read_npz(path, "test")
+    folder = path if path.is_dir() else path.parent
+    if (folder / "modelnet40.npz").is_file():
+        return _read(folder / "modelnet40.npz")
+    if all((folder / f"modelnet40_{split}.npz").is_file() for split in ("train", "test")):
+        return _read_npz(folder / "modelnet40_train.npz", "train"), _read_npz(folder / "modelnet40_test.npz", "test")
+    for place in (folder, folder / "modelnet40_ply_hdf5_2048"):
+        train, test = (sorted(place.glob(f"ply_data_{split}*.h5")) for split in ("train", "test"))
+        if train and test:
+            return _read_h5(train), _read_h5(test)
+    wanted = "ply_data_train*.h5 and ply_data_test*.h5, modelnet40.npz, or modelnet40_train.npz and modelnet40_test.npz"
+    raise FileNotFoundError(f"ModelNet40 at {folder}: expected {wanted}, found {found(folder)}")
+
+
+def _read_npz(path: Path, split: str) -> Split:
+    names = [[f"x_{split}"], [f"y_{split}"]]
+    if path.stem.endswith(split):
+        names = [[*names[0], "x", "points"], [*names[1], "y", "labels"]]
+    clouds, labels = read_npz(path, names)
+    return _split(f"{path}, {split}", clouds, labels)
+
+
+def _read_h5(paths: list[Path]) -> Split:
+    h5py = require("h5py", "HDF5 files need h5py", "'s3d_fast[h5]'")
+    splits = []
+    for path in paths:
+        with whole(path, "HDF5 file"), h5py.File(path, "r") as file:
+            arrays = {name: file[name][()] for name in file if name in ("data", "label")}
+            names = some(file) or "nothing"
+        if len(arrays) < 2:
+            raise ValueError(f"{path} must hold data and label, got {names}")
+        splits.append(_split(path, np.asarray(arrays["data"]), np.asarray(arrays["label"])))
+    sizes = sorted({clouds.shape[1] for clouds, _ in splits})
+    if len(sizes) > 1:
+        raise ValueError(f"{paths[0].parent}: clouds must have the same number of points in all files, got {sizes}")
+    return torch.cat([clouds for clouds, _ in splits]), torch.cat([labels for _, labels in splits])
+
+
+def _split(where: object, clouds: np.ndarray, labels: np.ndarray) -> Split:
+    if clouds.ndim != 3 or clouds.shape[2] != 3 or clouds.dtype.kind != "f":
+        raise ValueError(f"{where}: clouds must be floats of shape (N, P, 3), got {clouds.dtype} {clouds.shape}")
+    inputs = torch.from_numpy(clouds.astype(np.float32))
+    checks.is_finite(f"{where}: clouds", inputs)
+    return inputs, as_labels(where, labels, len(clouds), CLASSES)

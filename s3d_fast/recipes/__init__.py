@@ -1,0 +1,27 @@
+"""The paper's experiments, each as a short typed configuration: what the command line's `grow` runs."""
+
+from __future__ import annotations
+
+from s3d_fast import checks
+from s3d_fast.recipes import cifar100_mobilenet, digits, imagenet_mobilenet, modelnet40_dgcnn
+from s3d_fast.recipes.recipe import Recipe
+
+PRESETS = ("paper", "cpu")
+RECIPES = {
+    module.PAPER.name: {"paper": module.PAPER, "cpu": module.CPU}
+    for module in (digits, cifar100_mobilenet, modelnet40_dgcnn, imagenet_mobilenet)
+}
+
+
+def recipe(name: str, preset: str = "paper") -> Recipe:
+    """Return a recipe by name: with the paper's numbers, or scaled down so that two CPU cores suffice.
+
+    Raises:
+        ValueError: there is no such recipe or preset.
+    """
+    checks.is_choice("recipe", name, tuple(RECIPES))
+    checks.is_choice("preset", preset, PRESETS)
+    return RECIPES[name][preset]
+
+
+__all__ = ["PRESETS", "RECIPES", "Recipe", "recipe"]

@@ -1,0 +1,64 @@
+"""MobileNetV1 on CIFAR-100: the paper's appendix, section CIFAR-100."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from s3d_fast.models.mobilenet import FULL_WIDTHS, MobileNetV1
+from s3d_fast.recipes.recipe import Recipe
+
+
+def network(widths: Sequence[int], classes: int) -> nn.Module:
+    """Return the network for images of 32 x 32: the first layer keeps their size."""
+    return MobileNetV1(widths, classes, stem_stride=1)
+
+
+def small(widths: Sequence[int], classes: int) -> nn.Module:
+    """Return a network of half the depth, whose first layer halves the images: it learns within a few epochs."""
+    return MobileNetV1(widths, classes, stem_stride=2, strides=(1, 2, 1, 2, 1, 2, 1))
+
+
+PAPER = Recipe(
+    name="cifar100-mobilenet",
+    summary="MobileNetV1 on CIFAR-100, from 32 filters in every layer",
+    dataset="cifar100",
+    network=network,
+    # Only the pointwise layers: the filters of the depthwise ones follow them.
+    splittable=r"blocks\.\d+\.3",
+    full_widths=FULL_WIDTHS,
+    channels_last=True,
+    widths=(32,) * 14,
+    steps=5,
+    epochs=160,
+    batch_size=128,
+    optimizer="sgd",
+    learning_rate=0.1,
+    momentum=0.1,
+    weight_decay=1e-4,
+    schedule="step",
+    decay_at=(0.5, 0.75),
+    decay=0.1,
+    eps=0.01,
+    m=2,
+    c=1.3,
+    fraction=0.35,
+    # Not stated in the paper.
+    split_samples=4096,
+    split_batch=256,
+)
+CPU = replace(
+    PAPER,
+    network=small,
+    full_widths=(32, 64, 128, 128, 256, 256, 512, 512),
+    widths=(16,) * 8,
+    steps=4,
+    epochs=3,
+    batch_size=64,
+    learning_rate=0.05,
+    # With the paper's 0.1 a network learns next to nothing in so few epochs.
+    momentum=0.9,
+    split_samples=1024,
+)

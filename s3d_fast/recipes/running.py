@@ -1,0 +1,313 @@
+"""Running a recipe: growth by a method, or networks of the same sizes trained from scratch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from s3d_fast import baselines, checks, costs, env
+from s3d_fast.checkpoint import load_grown
+from s3d_fast.data.sources import Dataset
+from s3d_fast.graph import Graph
+from s3d_fast.growth import Grower, Phase
+from s3d_fast.plan import SplitPlan
+from s3d_fast.random_state import seed_all
+from s3d_fast.recipes.recipe import Recipe
+from s3d_fast.report.runs import read_run
+from s3d_fast.run_folder import RunFolder, write_text
+from s3d_fast.tracing import trace
+from s3d_fast.training import EpochTrainer, moved
+
+METHODS = {
+    "s3d": "signed splits along eigenvectors: the recipe's m and c",
+    "s2d": "positive splits along eigenvectors: c = 1",
+    "net2net": "random neurons, split along random directions",
+    "uniform": "networks of the same sizes, all layers widened alike, trained from scratch",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe on a dataset by a method, and how to run it.
+
+    Attributes:
+        recipe: with the settings that are wanted.
+        preset: its name, for the record.
+        dataset: to train and test on.
+        method: one of `METHODS`.
+        seed: of the initial weights and of everything drawn at random.
+        out: a folder for checkpoints, history and report.
+        start: a saved network of the recipe to begin with, in place of training the seed network.
+        like: the folder of a run, whose parameters in every phase `uniform` has to match; by default it has as many
+            filters as growth would have.
+        scratch: the epochs of `uniform`: "total", those that a grown network has had by then, or "phase".
+        device: "auto", "cpu", "cuda" ...
+        precision: as for `EpochTrainer`.
+        compile: train through torch.compile.
+        progress: show bars.
+        after_phase: called when a phase is finished.
+    """
+
+    recipe: Recipe
+    dataset: Dataset
+    preset: str = "paper"
+    method: str = "s3d"
+    seed: int = 0
+    out: Path | None = None
+    start: Path | None = None
+    like: Path | None = None
+    scratch: str = "total"
+    device: str = "auto"
+    precision: str = "auto"
+    compile: bool = False
+    progress: bool = False
+    after_phase: Callable[[Phase], object] = lambda phase: None
+
+    def __post_init__(self) -> None:
+        checks.is_choice("method", self.method, tuple(METHODS))
+        checks.is_choice("scratch", self.scratch, ("total", "phase"))
+        checks.is_count("seed", self.seed, at_least=0)
+        if self.method != "uniform" and (self.like is not None or self.scratch != "total"):
+            raise ValueError("like and scratch go with method 'uniform'")
+        if self.method == "uniform" and self.start is not None:
+            raise ValueError("start is for methods that grow; 'uniform' trains every network from scratch")
+        if self.recipe.split_samples > len(self.train_set):
+            raise ValueError(
+                f"split_samples must be at most the {len(self.train_set)} training samples, "
+                f"got {self.recipe.split_samples}"
+            )
+
+    @property
+    def train_set(self) -> Any:
+        """The training samples that the recipe uses."""
+        count, source = self.recipe.train_samples, self.dataset.train
+        return source if count is None or count >= len(source) else source.take(count)
+
+    @property
+    def test_set(self) -> Any:
+        """The test samples that the recipe uses."""
+        count, source = self.recipe.test_samples, self.dataset.test
+        return source if count is None or count >= len(source) else source.take(count)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device to run on."""
+        if self.device != "auto":
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(job: Job, resume: bool = False) -> list[Phase]:
+    """Run a job, or what is left of it; return its history.
+
+    Raises:
+        ValueError: a folder that holds another run, settings that do not go together, a loss that is not finite.
+    """
+    if torch.cuda.is_available():
+        torch.backends.cudnn.deterministic = True
+    if job.out is not None:
+        _describe(job, resume)
+    return _from_scratch(job, resume) if job.method == "uniform" else _grown(job, resume)
+
+
+def make_network(recipe: Recipe, classes: int, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
+    """Return the recipe's seed network with initial weights that depend on the seed alone."""
+    seed_all(seed)
+    return recipe.network(recipe.widths, classes).to(device)
+
+
+def make_optimizer(recipe: Recipe) -> Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]:
+    """Return what makes the recipe's optimizer; BatchNorm and biases, which have one dimension, are not decayed."""
+
+    def make(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        every = list(parameters)
+        groups = [
+            {"params": [p for p in every if p.dim() > 1], "weight_decay": recipe.weight_decay},
+            {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        if recipe.optimizer == "adam":
+            return torch.optim.Adam(groups, lr=recipe.learning_rate)
+        return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum)
+
+    return make
+
+
+def make_loss(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the recipe's training loss, which is also the one that splits decrease."""
+    return lambda output, target: F.cross_entropy(output, target, label_smoothing=recipe.label_smoothing)
+
+
+def evaluate(model: nn.Module, batches: Any, channels_last: bool = False) -> dict[str, float]:
+    """Return a classifier's accuracy, top-5 accuracy where that says something, and cross entropy."""
+    device = next(model.parameters()).device
+    model.eval()
+    right, right5, loss, count, classes = 0, 0, 0.0, 0, 0
+    with torch.no_grad():
+        for batch in batches:
+            x, y = moved(batch, device, channels_last)
+            output = model(x).float()
+            classes, count = output.shape[1], count + len(y)
+            loss += float(F.cross_entropy(output, y, reduction="sum"))
+            best = output.topk(min(5, classes), dim=1).indices == y[:, None]
+            right, right5 = right + int(best[:, 0].sum()), right5 + int(best.sum())
+    metrics = {"accuracy": right / count, "loss": loss / count}
+    return {**metrics, "top5": right5 / count} if classes > 10 else metrics
+
+
+def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Grower:
+    """Return the Grower of a network; `options` are further arguments, and take precedence."""
+    device, last = job.torch_device, recipe.channels_last
+    train, test = job.train_set, job.test_set.batches(256)
+    loss = make_loss(recipe)
+    trainer = EpochTrainer(
+        train.batches(recipe.batch_size, train=True),
+        loss,
+        recipe.epochs,
+        schedule=recipe.learning_rates(),
+        precision=job.precision,
+        channels_last=last,
+        compile=job.compile,
+        progress=job.progress,
+    )
+    arguments: dict[str, Any] = {
+        "eps": recipe.eps,
+        "solver": {"tol": recipe.tol, "solver": "auto"},
+        "evaluate": lambda trained: evaluate(trained, test, last),
+        "after_phase": job.after_phase,
+        "seed": job.seed,
+        "progress": job.progress,
+        **options,
+    }
+    return Grower(
+        model,
+        torch.zeros(2, *job.dataset.input_shape, device=device),
+        loss,
+        lambda phase: moved(train.sample(recipe.split_samples, recipe.split_batch), device, last),
+        trainer,
+        make_optimizer(recipe),
+        **arguments,
+    )
+
+
+def _grown(job: Job, resume: bool) -> list[Phase]:
+    recipe = job.recipe
+    model = make_network(recipe, job.dataset.classes, job.seed, job.torch_device)
+    if job.start is not None:
+        load_grown(model, job.start)
+    graph = trace(model, torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
+    units = [name for name in graph.units if recipe.may_split(name)]
+    signed = {"m": recipe.m, "c": recipe.c} if job.method == "s3d" else {"m": 2, "c": 1.0}
+
+    def selection(phase: int, graph: Graph) -> dict[str, Any]:
+        if recipe.macs is None:
+            return {**signed, "fraction": recipe.fraction}
+        left = max(0, recipe.macs[phase] - costs.count(graph).macs) if phase < len(recipe.macs) else 0
+        return {**signed, "budget": left, "cost": "macs"}
+
+    def by_chance(phase: int, graph: Graph) -> SplitPlan:
+        return baselines.random_plan(graph, units, selection(phase, graph))
+
+    return _grower(
+        job,
+        recipe,
+        model,
+        phases=recipe.steps + 1,
+        selection=selection,
+        units=units,
+        plan=by_chance if job.method == "net2net" else None,
+        trained=job.start is not None,
+        out=job.out,
+    ).run(resume)
+
+
+def _from_scratch(job: Job, resume: bool) -> list[Phase]:
+    """Train a network of every size; each is a run of one phase in a folder of its own."""
+    recipe, history = job.recipe, []
+    for index, widths in enumerate(uniform_sizes(job)):
+        epochs = recipe.epochs * (index + 1 if job.scratch == "total" else 1)
+        alone = replace(recipe, widths=widths, steps=0, epochs=epochs)
+        model = make_network(alone, job.dataset.classes, job.seed, job.torch_device)
+        out = None if job.out is None else job.out / f"size-{index:03d}"
+        (phase,) = _grower(replace(job, after_phase=lambda phase: None), alone, model, phases=1, out=out).run(resume)
+        history.append(replace(phase, index=index))
+        if job.out is not None:
+            RunFolder(job.out).write_history([_plain(past) for past in history])
+        job.after_phase(history[-1])
+    return history
+
+
+def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
+    """Return the widths of the networks that are trained from scratch, in the order of growth.
+
+    Raises:
+        ValueError: the run to be like has fewer phases than the recipe.
+    """
+    recipe, classes = job.recipe, job.dataset.classes
+    if job.like is None:
+        if recipe.fraction is None:
+            raise ValueError("a recipe that grows to given MACs needs a run to be like; give like")
+        share = 1 + recipe.fraction * (recipe.m - 1)
+        filters = [round(sum(recipe.widths) * share**step) for step in range(recipe.steps + 1)]
+        return [baselines.scaled_widths(recipe.widths, wanted, sum) for wanted in filters]
+    phases = read_run(job.like).phases
+    if len(phases) <= recipe.steps:
+        raise ValueError(f"like: {job.like} has {len(phases)} phases, and {recipe.steps + 1} are wanted")
+
+    def size(widths: Any) -> int:
+        return baselines.parameter_count(lambda: recipe.network(widths, classes))
+
+    return [baselines.scaled_widths(recipe.widths, phase.params, size) for phase in phases[: recipe.steps + 1]]
+
+
+def _plain(phase: Phase) -> dict[str, Any]:
+    return {name: getattr(phase, name) for name in phase.__dataclass_fields__}
+
+
+def _describe(job: Job, resume: bool) -> None:
+    """Write run.json: what the run is, and where it runs.
+
+    Raises:
+        ValueError: the folder holds another run.
+    """
+    assert job.out is not None
+    about = {
+        "recipe": job.recipe.name,
+        "preset": job.preset,
+        "method": job.method,
+        "seed": job.seed,
+        "settings": job.recipe.as_settings(),
+        "scratch": job.scratch if job.method == "uniform" else None,
+        "like": None if job.like is None else str(job.like),
+        "start": None if job.start is None else str(job.start),
+        "classes": job.dataset.classes,
+        "input_shape": list(job.dataset.input_shape),
+        "precision": job.precision,
+    }
+    about = json.loads(json.dumps(about))
+    path = job.out / "run.json"
+    if path.exists():
+        was = json.loads(path.read_text())
+        # A run may go on for more steps than were planned.
+        differing = [name for name in about if _fixed(was.get(name)) != _fixed(about[name])]
+        if differing:
+            raise ValueError(f"out: {job.out} holds another run: {', '.join(differing)} differ; give another folder")
+        if not resume:
+            raise ValueError(f"out: {job.out} holds a run already; resume it, or give another folder")
+    job.out.mkdir(parents=True, exist_ok=True)
+    about["environment"] = env.report()
+    about["command"] = sys.argv
+    about["started"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    write_text(path, json.dumps(about, indent=1) + "\n")
+
+
+def _fixed(value: Any) -> Any:
+    return {k: v for k, v in value.items() if k != "steps"} if isinstance(value, Mapping) else value

@@ -1,0 +1,896 @@
+"""Data sets: what is read from each format, what batches are made of it, and what is said about damaged files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import struct
+import sys
+import tarfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image, JpegImagePlugin
+from torch import Tensor
+
+from s3d_fast import data
+from s3d_fast.data import ArraySource, Entry, JpegSource, Source, augment, images
+from s3d_fast.data.sources import IMAGENET_NORMALISE, balanced
+
+WORKERS = min(2, len(os.sched_getaffinity(0)))
+
+
+def as_is(inputs: Tensor) -> Tensor:
+    return inputs.float()
+
+
+def random_bytes(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def smooth_image(width: int, height: int, number: int = 0) -> Image.Image:
+    """Return an image without detail, so that ways to resize it agree: red goes across, green down."""
+    across, down = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return Image.fromarray(np.stack([across, down, np.full_like(down, 20 * number)], -1).astype(np.uint8))
+
+
+def jpeg(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=95)
+    return stream.getvalue()
+
+
+def write_jpegs(folder: Path, count: int) -> list[Entry]:
+    entries = []
+    for number in range(count):
+        file = folder / f"{number}.jpg"
+        file.write_bytes(jpeg(smooth_image(60 + number, 50, number)))
+        entries.append(Entry(str(file), 0, -1, number % 3))
+    return entries
+
+
+@pytest.fixture(params=["arrays", "jpegs"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
+    """Ten samples whose labels are 0 1 2 0 1 2 0 1 2 0, all different."""
+    if request.param == "jpegs":
+        return JpegSource(write_jpegs(tmp_path, 10), size=16, num_workers=0)
+    inputs = torch.from_numpy(random_bytes(10, 3, 16, 16))
+    return ArraySource(inputs, torch.arange(10) % 3, as_is, augment.pad_crop_flip)
+
+
+def epoch(batches: data.Batches) -> tuple[Tensor, Tensor]:
+    parts = list(batches)
+    assert len(parts) == len(batches)
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def samples_of(x: Tensor) -> set[bytes]:
+    return {sample.numpy().tobytes() for sample in x}
+
+
+class TestSources:
+    def test_test_batches_are_all_samples_in_order(self, source: Source) -> None:
+        assert len(source) == 10
+        batches = source.batches(4)
+        assert [len(y) for _, y in batches] == [4, 4, 2]
+        x, y = epoch(batches)
+        assert x.dtype == torch.float32
+        assert x.shape == (10, 3, 16, 16)
+        assert torch.equal(y, torch.arange(10) % 3)
+        assert torch.equal(epoch(batches)[0], x)
+
+    def test_training_leaves_out_what_does_not_fill_a_batch(self, source: Source) -> None:
+        assert [len(y) for _, y in source.batches(4, train=True)] == [4, 4]
+        assert len(source.batches(4, train=True)) == 2
+        assert [len(y) for _, y in source.batches(64, train=True)] == [10]
+        assert len(source.batches(5, train=True)) == len(source.batches(5)) == 2
+
+    def test_epochs_differ_and_repeat_with_the_seed(self, source: Source) -> None:
+        batches = source.batches(10, train=True)
+        torch.manual_seed(7)
+        first, second = epoch(batches), epoch(batches)
+        assert not torch.equal(first[0], second[0])
+        torch.manual_seed(7)
+        again = epoch(batches)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+        assert sorted(first[1].tolist()) == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+    def test_take_is_balanced_and_always_the_same(self, source: Source) -> None:
+        few = source.take(6)
+        assert len(few) == 6
+        x, y = epoch(few.batches(6))
+        assert y.bincount().tolist() == [2, 2, 2]
+        torch.manual_seed(99)
+        assert torch.equal(epoch(source.take(6).batches(6))[0], x)
+        assert samples_of(x) < samples_of(epoch(source.batches(10))[0])
+
+    def test_sample_is_equal_batches_without_replacement(self, source: Source) -> None:
+        torch.manual_seed(1)
+        parts = source.sample(6, 3)
+        assert [(x.shape, y.shape) for x, y in parts] == [((3, 3, 16, 16), (3,))] * 2
+        chosen = samples_of(torch.cat([x for x, _ in parts]))
+        assert len(chosen) == 6
+        assert chosen < samples_of(epoch(source.batches(10))[0])
+        assert samples_of(torch.cat([x for x, _ in source.sample(6, 3)])) != chosen
+        torch.manual_seed(1)
+        assert samples_of(torch.cat([x for x, _ in source.sample(6, 3)])) == chosen
+
+    def test_impossible_counts_are_refused(self, source: Source) -> None:
+        with pytest.raises(ValueError, match="count must be at most 10, the number of samples; got 12"):
+            source.sample(12, 3)
+        with pytest.raises(ValueError, match=r"count must be a multiple of batch_size \(4\), got 6"):
+            source.sample(6, 4)
+        with pytest.raises(ValueError, match="count must be at most 10, the number of samples; got 11"):
+            source.take(11)
+        with pytest.raises(ValueError, match="batch_size must be an integer >= 1, got 0"):
+            source.batches(0)
+
+    def test_training_without_augmentation_is_a_permutation(self) -> None:
+        inputs = torch.arange(100.0).reshape(100, 1)
+        x, y = epoch(ArraySource(inputs, torch.arange(100), as_is).batches(10, train=True))
+        assert torch.equal(x[:, 0].long(), y)
+        assert not torch.equal(y, torch.arange(100))
+        assert torch.equal(y.sort().values, torch.arange(100))
+
+    def test_balanced_gives_what_small_classes_cannot_to_the_others(self) -> None:
+        labels = np.repeat([0, 1, 2, 5], [50, 3, 20, 9])
+        chosen = balanced(labels, 31)
+        counts = np.bincount(labels[chosen], minlength=6)
+        assert counts[[1, 5]].tolist() == [3, 9]
+        assert sorted(counts[[0, 2]]) == [9, 10]
+        assert set(balanced(labels, 10)) < set(chosen)
+        assert chosen.tolist() == sorted(set(chosen.tolist()))
+        assert set(balanced(labels, len(labels))) == set(range(len(labels)))
+
+    def test_labels_go_with_inputs(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"labels must be int64 of shape \(4,\), one per input; got torch.int64 \(3,\)"
+        ):
+            ArraySource(torch.zeros(4, 2), torch.arange(3), as_is)
+        with pytest.raises(ValueError, match="inputs must not be empty"):
+            ArraySource(torch.zeros(0, 2), torch.arange(0), as_is)
+        with pytest.raises(ValueError, match="entries must not be empty"):
+            JpegSource([])
+
+
+class TestPadCropFlip:
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+    def test_every_image_is_a_crop_of_its_padded_parent(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        parents = torch.from_numpy(random_bytes(400, 3, 7, 9)).to(dtype)
+        children = augment.pad_crop_flip(parents, padding=2)
+        assert children.dtype == dtype
+        padded = F.pad(parents, (2, 2, 2, 2))
+        kinds = set()
+        for parent, child in zip(padded, children, strict=True):
+            crops = {(top, left): parent[:, top : top + 7, left : left + 9] for top in range(5) for left in range(5)}
+            matches = [
+                (where, mirrored)
+                for where, crop in crops.items()
+                for mirrored in (False, True)
+                if torch.equal(crop.flip(-1) if mirrored else crop, child)
+            ]
+            assert len(matches) == 1
+            kinds.add(matches[0])
+        # Each of the 25 places, mirrored and not: 50 kinds, of which 400 draws leave out next to none.
+        assert len(kinds) >= 48
+
+    def test_without_padding_only_mirroring_is_left(self) -> None:
+        torch.manual_seed(0)
+        parents = torch.from_numpy(random_bytes(200, 1, 4, 4))
+        children = augment.pad_crop_flip(parents, padding=0)
+        mirrored = (children == parents.flip(-1)).flatten(1).all(1)
+        assert ((children == parents).flatten(1).all(1) ^ mirrored).all()
+        assert 70 < int(mirrored.sum()) < 130
+
+    def test_parents_are_left_alone(self) -> None:
+        parents = torch.from_numpy(random_bytes(8, 3, 8, 8))
+        before = parents.clone()
+        augment.pad_crop_flip(parents)
+        assert torch.equal(parents, before)
+
+
+class TestScaleAndJitter:
+    def test_jitter_is_bounded_by_clip(self) -> None:
+        torch.manual_seed(0)
+        clouds = torch.randn(20, 500, 3)
+        moved = augment.scale_and_jitter(clouds, low=1, high=1, shift=0, sigma=0.01, clip=0.02) - clouds
+        assert moved.abs().max() <= 0.02 + 1e-6
+        # A normal distribution cut off at two deviations is at the bound in 4.6 % of cases, and has deviation 0.0096.
+        assert 0.0091 < float(moved.std()) < 0.0100
+        assert 0.04 < float((moved.abs() > 0.0199).float().mean()) < 0.06
+
+    def test_scales_and_shifts_are_per_cloud_and_axis_and_within_bounds(self) -> None:
+        torch.manual_seed(0)
+        clouds = torch.randn(300, 8, 3)
+        moved = augment.scale_and_jitter(clouds, sigma=0)
+        low, high = clouds[:, :1], clouds[:, 1:2]
+        factors = (moved[:, 1:2] - moved[:, :1]) / (high - low)
+        shifts = moved[:, :1] - factors * low
+        wide = (high - low).abs() > 0.1
+        assert torch.allclose((moved - shifts - factors * clouds) * wide, torch.zeros(()), atol=1e-4)
+        factors, shifts = factors[wide], shifts[wide]
+        assert 2 / 3 - 1e-4 < factors.min() < 0.7
+        assert 1.45 < factors.max() < 1.5 + 1e-4
+        assert -0.2 - 1e-4 < shifts.min() < -0.19
+        assert 0.19 < shifts.max() < 0.2 + 1e-4
+
+    def test_points_are_a_random_subset_without_repetition(self) -> None:
+        torch.manual_seed(0)
+        clouds = torch.arange(40.0).reshape(1, 40, 1).expand(200, 40, 3)
+        chosen = augment.scale_and_jitter(clouds, low=1, high=1, shift=0, sigma=0, points=10)[..., 0]
+        assert all(len(set(cloud.tolist())) == 10 for cloud in chosen)
+        times = chosen.long().flatten().bincount(minlength=40)
+        assert 25 < int(times.min()) < int(times.max()) < 80
+        everything = augment.scale_and_jitter(clouds, low=1, high=1, shift=0, sigma=0, points=40)[..., 0]
+        assert torch.equal(everything.sort().values, clouds[..., 0])
+        assert not torch.equal(everything, clouds[..., 0])
+
+    def test_more_points_than_there_are(self) -> None:
+        with pytest.raises(ValueError, match="points must be from 1 to 8, the points of a cloud; got 9"):
+            augment.scale_and_jitter(torch.zeros(1, 8, 3), points=9)
+
+
+class TestCrops:
+    @pytest.mark.parametrize(("width", "height"), [(500, 375), (30, 200), (7, 7)])
+    def test_boxes_are_inside_and_of_permitted_shape(self, width: int, height: int) -> None:
+        generator = np.random.default_rng(0)
+        shares = []
+        for _ in range(300):
+            left, top, right, bottom = augment.random_resized_crop(width, height, generator.random((10, 4)))
+            assert 0 <= left < right <= width
+            assert 0 <= top < bottom <= height
+            shares.append((right - left) * (bottom - top) / (width * height))
+            # Sides are rounded to whole pixels.
+            assert (right - left - 0.51) / (bottom - top + 0.51) <= 4 / 3
+            assert (right - left + 0.51) / (bottom - top - 0.51) >= 3 / 4
+        assert max(shares) <= 1
+        assert len(set(shares)) > 5
+
+    def test_area_is_drawn_evenly(self) -> None:
+        draws = [[(u + 0.5) / 100, 0.5, 0, 0] for u in range(100)]
+        shares = [augment.random_resized_crop(1000, 1000, [draw])[2] ** 2 / 1e6 for draw in draws]
+        assert np.allclose(shares, [0.08 + 0.92 * draw[0] for draw in draws], atol=2e-3)
+
+    def test_no_fit_gives_the_centre(self) -> None:
+        draws = [[0.99, 0.5, 0.1, 0.1]] * 10
+        assert augment.random_resized_crop(1000, 90, draws) == (440, 0, 560, 90)
+        assert augment.random_resized_crop(90, 1000, draws) == (0, 440, 90, 560)
+
+
+class TestJpegs:
+    def test_test_images_are_the_resized_centre(self) -> None:
+        image = Image.open(io.BytesIO(jpeg(smooth_image(400, 300))))
+        pixels = images.decode(jpeg(smooth_image(400, 300)), 112)
+        expected = image.resize((171, 128), Image.Resampling.BILINEAR).crop((29, 8, 141, 120))
+        difference = np.abs(pixels.astype(int) - np.asarray(expected).transpose(2, 0, 1))
+        assert pixels.shape == (3, 112, 112)
+        assert difference.max() <= 3
+
+    def test_training_images_are_crops_mirrored_or_not(self) -> None:
+        encoded = jpeg(smooth_image(400, 300))
+        image = Image.open(io.BytesIO(encoded))
+        kinds = set()
+        for seed in range(12):
+            pixels = images.decode(encoded, 64, np.random.default_rng(seed)).astype(int)
+            draws = np.random.default_rng(seed).random(41)
+            box = augment.random_resized_crop(400, 300, draws[:40].reshape(10, 4))
+            expected = np.asarray(image.resize((64, 64), Image.Resampling.BILINEAR, box=box)).transpose(2, 0, 1)
+            mirrored = bool(draws[40] < 0.5)
+            assert np.abs(pixels - (expected[..., ::-1] if mirrored else expected)).max() <= 4
+            # Red goes across.
+            assert (pixels[0, :, 0].mean() > pixels[0, :, -1].mean()) == mirrored
+            kinds.add(mirrored)
+        assert kinds == {False, True}
+
+    @pytest.mark.parametrize(
+        ("width", "height", "size", "reduced"),
+        [(512, 512, 224, (256, 256)), (2000, 1500, 224, (500, 375)), (500, 375, 224, (500, 375)), (9, 9, 64, (9, 9))],
+    )
+    def test_decoded_at_the_scale_that_the_crop_needs(
+        self, width: int, height: int, size: int, reduced: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes, draft = [], JpegImagePlugin.JpegImageFile.draft
+
+        def spy(image: Any, mode: Any, wanted: Any) -> Any:
+            result = draft(image, mode, wanted)
+            sizes.append(image.size)
+            return result
+
+        monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "draft", spy)
+        assert images.decode(jpeg(smooth_image(width, height)), size).shape == (3, size, size)
+        assert sizes == [reduced]
+
+    @pytest.mark.parametrize("mode", ["L", "CMYK"])
+    def test_other_colours_become_rgb(self, mode: str) -> None:
+        image = smooth_image(80, 80).convert(mode)
+        pixels = images.decode(jpeg(image), 70).astype(int)
+        expected = np.asarray(image.convert("RGB").resize((80, 80)).crop((5, 5, 75, 75))).transpose(2, 0, 1)
+        assert np.abs(pixels - expected).mean() < 3
+        assert (pixels[0] == pixels[1]).all() == (mode == "L")
+
+    def test_a_png_with_a_palette_that_is_called_jpeg(self) -> None:
+        stream = io.BytesIO()
+        smooth_image(80, 80).convert("P").save(stream, "PNG")
+        assert images.decode(stream.getvalue(), 32, np.random.default_rng(0)).shape == (3, 32, 32)
+
+    def test_batches_do_not_depend_on_the_workers(self, tmp_path: Path) -> None:
+        entries = write_jpegs(tmp_path, 7)
+        results = []
+        for workers in (0, 1, WORKERS):
+            torch.manual_seed(3)
+            batches = JpegSource(entries, 16, workers).batches(2, train=True)
+            results.append([epoch(batches), epoch(batches), (torch.rand(4), torch.rand(4))])
+        for other in results[1:]:
+            for ours, theirs in zip(results[0], other, strict=True):
+                assert torch.equal(ours[0], theirs[0])
+                assert torch.equal(ours[1], theirs[1])
+
+    def test_images_are_normalised(self, tmp_path: Path) -> None:
+        (tmp_path / "grey.jpg").write_bytes(jpeg(Image.new("RGB", (40, 40), (128, 128, 128))))
+        [(x, _)] = JpegSource([Entry(str(tmp_path / "grey.jpg"), 0, -1, 0)], 8, 0).batches(1)
+        for channel, mean, std in zip(x[0], (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), strict=True):
+            assert torch.allclose(channel, torch.tensor((128 / 255 - mean) / std), atol=1e-4)
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_a_damaged_file_is_named(self, tmp_path: Path, workers: int) -> None:
+        entries = write_jpegs(tmp_path, 4)
+        whole = (tmp_path / "2.jpg").read_bytes()
+        for content in (b"", b"no image", whole[: len(whole) // 2]):
+            (tmp_path / "2.jpg").write_bytes(content)
+            with pytest.raises(ValueError, match=r"^cannot decode the JPEG .*2\.jpg: "):
+                epoch(JpegSource(entries, 16, workers).batches(2))
+        (tmp_path / "2.jpg").unlink()
+        with pytest.raises(ValueError, match=r"cannot decode the JPEG .*2\.jpg: .*No such file"):
+            epoch(JpegSource(entries, 16, workers).batches(2))
+
+    def test_bytes_beyond_the_end_of_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "a.tar").write_bytes(bytes(100))
+        with pytest.raises(ValueError, match=r"a\.tar at byte 50: the file ends after 50 of the 60 bytes at 50"):
+            epoch(JpegSource([Entry(str(tmp_path / "a.tar"), 50, 60, 0)], 8, 0).batches(1))
+
+    def test_sources_can_be_sent_to_other_processes(self, tmp_path: Path) -> None:
+        source = JpegSource(write_jpegs(tmp_path, 3), 8, 0)
+        again = pickle.loads(pickle.dumps(source))
+        assert torch.equal(epoch(source.batches(3))[0], epoch(again.batches(3))[0])
+        assert pickle.loads(pickle.dumps(IMAGENET_NORMALISE)) == IMAGENET_NORMALISE
+
+
+def test_normalise() -> None:
+    pixels = torch.from_numpy(random_bytes(5, 2, 4, 4))
+    result = images.normalise((0.5, 0.25), (0.2, 0.4))(pixels)
+    mean, std = torch.tensor([0.5, 0.25])[:, None, None], torch.tensor([0.2, 0.4])[:, None, None]
+    assert torch.allclose(result, (pixels / 255 - mean) / std, atol=1e-5)
+    with pytest.raises(ValueError, match="mean and std must be equally many numbers, std > 0"):
+        images.normalise((0.5,), (0.2, 0.2))
+
+
+class Python2Pickler(pickle._Pickler):
+    """Writes what Python 2 wrote: strings are bytes."""
+
+    dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(pickle._Pickler.dispatch)
+
+    def save_string(self, value: Any) -> None:
+        content = value if isinstance(value, bytes) else value.encode("latin1")
+        self.write(pickle.BINSTRING + struct.pack("<i", len(content)) + content)
+        self.memoize(value)
+
+    dispatch[bytes] = dispatch[str] = save_string
+
+
+def python2_pickle(value: object) -> bytes:
+    stream = io.BytesIO()
+    Python2Pickler(stream, protocol=2).dump(value)
+    # Where numpy had it then.
+    return stream.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
+
+
+def cifar_batch(count: int, **changes: object) -> dict[str, object]:
+    values: dict[str, object] = {
+        "filenames": [f"image_{number}.png" for number in range(count)],
+        "batch_label": "training batch 1 of 1",
+        "fine_labels": [number * 7 % 100 for number in range(count)],
+        "coarse_labels": [number % 20 for number in range(count)],
+        "data": random_bytes(count, 3072),
+    }
+    return values | changes
+
+
+def write_cifar(folder: Path, kind: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    arrays = {}
+    for name, count in (("train", 12), ("test", 5)):
+        batch = cifar_batch(count)
+        pixels, labels = batch["data"], np.array(batch["fine_labels"])
+        assert isinstance(pixels, np.ndarray)
+        arrays |= {f"x_{name}": pixels.reshape(-1, 3, 32, 32), f"y_{name}": labels}
+        if kind == "python2":
+            (folder / name).write_bytes(python2_pickle(batch))
+        elif kind == "python3":
+            (folder / name).write_bytes(pickle.dumps(batch, protocol=4))
+        elif kind == "fortran":
+            (folder / name).write_bytes(python2_pickle(batch | {"data": np.asfortranarray(pixels)}))
+        elif kind == "binary":
+            header = np.stack([np.array(batch["coarse_labels"]), labels], 1).astype(np.uint8)
+            (folder / f"{name}.bin").write_bytes(np.concatenate([header, pixels], 1).tobytes())
+    if kind == "npz":
+        np.savez(folder / "cifar100.npz", **arrays, classes=np.array(["apple"]))
+    elif kind == "npz-channels-last":
+        for name in ("train", "test"):
+            arrays[f"x_{name}"] = arrays[f"x_{name}"].transpose(0, 2, 3, 1)
+            arrays[f"y_{name}"] = arrays[f"y_{name}"].astype(np.uint8)
+        np.savez_compressed(folder / "cifar100.npz", **arrays)
+    return folder
+
+
+class TestCifar:
+    @pytest.mark.parametrize("kind", ["python2", "python3", "fortran", "binary", "npz", "npz-channels-last"])
+    def test_every_format_gives_the_same(self, tmp_path: Path, kind: str) -> None:
+        dataset = data.cifar100(write_cifar(tmp_path, kind))
+        assert (dataset.name, dataset.classes, dataset.input_shape) == ("cifar100", 100, (3, 32, 32))
+        assert (len(dataset.train), len(dataset.test)) == (12, 5)
+        x, y = epoch(dataset.train.batches(12))
+        pixels = torch.from_numpy(random_bytes(12, 3072)).reshape(12, 3, 32, 32)
+        mean, std = torch.tensor([0.5071, 0.4865, 0.4409]), torch.tensor([0.2673, 0.2564, 0.2762])
+        assert torch.allclose(x, (pixels / 255 - mean[:, None, None]) / std[:, None, None], atol=1e-5)
+        assert y.tolist() == [number * 7 for number in range(12)]
+        assert not torch.equal(epoch(dataset.train.batches(12, train=True))[0], x)
+
+    def test_where_the_files_may_be(self, tmp_path: Path) -> None:
+        write_cifar(tmp_path / "cifar-100-python", "python2")
+        npz = write_cifar(tmp_path / "other", "npz") / "cifar100.npz"
+        for path in (tmp_path, tmp_path / "cifar-100-python" / "train", str(npz), npz.parent):
+            assert len(data.cifar100(path).train) == 12
+
+    def test_a_malicious_pickle_is_refused_and_not_executed(self, tmp_path: Path) -> None:
+        class Malicious:
+            def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+                return os.mkdir, (str(tmp_path / "executed"),)
+
+        write_cifar(tmp_path, "python2")
+        for content in (Malicious(), cifar_batch(3, data=Malicious()), [1, {2: Malicious()}]):
+            for protocol in (0, 2, 5):
+                (tmp_path / "train").write_bytes(pickle.dumps(content, protocol))
+                with pytest.raises(ValueError, match=r"train: the pickle asks for (posix|nt)\.mkdir, .* not executed"):
+                    data.cifar100(tmp_path)
+        assert not (tmp_path / "executed").exists()
+
+    @pytest.mark.parametrize("name", ["builtins.eval", "numpy.load", "numpy.core.multiarray.fromfile", "os.system"])
+    def test_other_names_are_refused(self, tmp_path: Path, name: str) -> None:
+        write_cifar(tmp_path, "python2")
+        module, _, last = name.rpartition(".")
+        (tmp_path / "train").write_bytes(f"c{module}\n{last}\n.".encode())
+        with pytest.raises(ValueError, match=f"the pickle asks for {name}, "):
+            data.cifar100(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (cifar_batch(3, fine_labels=[1, 2]), "one label per sample, got 2 labels and 3 samples"),
+            (cifar_batch(3, fine_labels=[1, 2, 100]), "labels must be from 0 to 99, got 1 to 100"),
+            (cifar_batch(3, fine_labels=[0.5, 1, 2]), "labels must be integers"),
+            (cifar_batch(3, data=random_bytes(3, 3071)), r"bytes of shape \(N, 3072\), got \(3, 3071\)"),
+            (cifar_batch(3, data=np.zeros((3, 3072))), "data must be an array of bytes"),
+            (cifar_batch(3, data=5), "data must be an array of bytes"),
+            (cifar_batch(0), "there are no samples"),
+            ({"labels": [1]}, "must hold data and fine_labels, got labels"),
+            ([1], "must hold a dictionary, got list"),
+        ],
+    )
+    def test_wrong_content(self, tmp_path: Path, content: object, message: str) -> None:
+        write_cifar(tmp_path, "python2")
+        (tmp_path / "test").write_bytes(python2_pickle(content))
+        with pytest.raises(ValueError, match=message):
+            data.cifar100(tmp_path)
+
+    def test_truncated_files(self, tmp_path: Path) -> None:
+        def cut(path: Path) -> None:
+            path.write_bytes(path.read_bytes()[:-1000])
+
+        cut(write_cifar(tmp_path / "a", "python2") / "train")
+        with pytest.raises(ValueError, match="train is not a whole CIFAR-100 batch"):
+            data.cifar100(tmp_path / "a")
+        cut(write_cifar(tmp_path / "b", "binary") / "test.bin")
+        with pytest.raises(ValueError, match=r"test\.bin must consist of records of 3074 bytes, got 14370 bytes"):
+            data.cifar100(tmp_path / "b")
+        cut(write_cifar(tmp_path / "c", "npz") / "cifar100.npz")
+        with pytest.raises(ValueError, match=r"cifar100\.npz is not a whole npz file"):
+            data.cifar100(tmp_path / "c")
+
+    def test_wrong_npz(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.npz"
+        np.savez(path, x_train=random_bytes(2, 8, 8, 3), y_train=[0, 1], x_test=random_bytes(2, 8, 8, 3), y_test=[0, 1])
+        with pytest.raises(ValueError, match=r"train: images must be uint8 .*, got uint8 \(2, 8, 8, 3\)"):
+            data.cifar100(path)
+        np.savez(path, images=random_bytes(2, 8))
+        with pytest.raises(ValueError, match=r"x\.npz must hold an array x_train, got images"):
+            data.cifar100(path)
+        np.savez(path, x_train=np.array([{}], dtype=object))
+        with pytest.raises(ValueError, match="not a whole npz file, in its array x_train: ValueError: Object arrays"):
+            data.cifar100(path)
+        with path.open("wb") as stream:
+            np.save(stream, random_bytes(2, 8))
+        with pytest.raises(ValueError, match="must be an npz file, got a single array"):
+            data.cifar100(path)
+
+    def test_a_folder_without_it(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+            data.cifar100(tmp_path / "nowhere")
+        with pytest.raises(FileNotFoundError, match=r"expected cifar-100-python \(train and test\), .*, found nothing"):
+            data.cifar100(tmp_path)
+        for number in range(7):
+            (tmp_path / f"file{number}").touch()
+        with pytest.raises(FileNotFoundError, match="found file0, file1, file2, file3, file4 and 2 more"):
+            data.cifar100(tmp_path)
+
+
+def random_clouds(count: int, points: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((count, points, 3)).astype(np.float32)
+
+
+class TestModelNet:
+    def arrays(self, points: int = 20) -> dict[str, np.ndarray]:
+        clouds = random_clouds(9, points)
+        return {
+            "x_train": clouds.astype(np.float16),
+            "y_train": np.arange(9, dtype=np.uint8),
+            "x_test": clouds[:4].astype(np.float16),
+            "y_test": np.arange(4, dtype=np.uint8) + 36,
+        }
+
+    def check(self, dataset: data.Dataset, atol: float = 1e-2) -> None:
+        assert (dataset.classes, dataset.input_shape) == (40, (16, 3))
+        assert (len(dataset.train), len(dataset.test)) == (9, 4)
+        expected = torch.from_numpy(random_clouds(9, 20))[:, :16]
+        x, y = epoch(dataset.test.batches(3))
+        assert x.dtype == torch.float32
+        assert torch.allclose(x, expected[:4], atol=atol)
+        assert y.tolist() == [36, 37, 38, 39]
+        assert torch.allclose(epoch(dataset.train.batches(4))[0], expected, atol=atol)
+        x, _ = epoch(dataset.train.batches(9, train=True))
+        assert x.shape == (9, 16, 3)
+        assert not torch.allclose(x, expected, atol=atol)
+
+    def test_one_npz(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "modelnet40.npz", **self.arrays())
+        self.check(data.modelnet40(tmp_path, points=16))
+        self.check(data.modelnet40(tmp_path / "modelnet40.npz", points=16))
+
+    @pytest.mark.parametrize("names", [("x", "y"), ("points", "labels"), ("x_{}", "y_{}")])
+    def test_an_npz_per_split(self, tmp_path: Path, names: tuple[str, str]) -> None:
+        arrays = self.arrays()
+        for split in ("train", "test"):
+            x, y = (name.format(split) for name in names)
+            np.savez(tmp_path / f"modelnet40_{split}.npz", **{x: arrays[f"x_{split}"], y: arrays[f"y_{split}"]})
+        self.check(data.modelnet40(tmp_path, points=16))
+        self.check(data.modelnet40(tmp_path / "modelnet40_train.npz", points=16))
+
+    def test_hdf5(self, tmp_path: Path) -> None:
+        h5py = pytest.importorskip("h5py")
+        clouds = random_clouds(9, 20)
+        folder = tmp_path / "modelnet40_ply_hdf5_2048"
+        folder.mkdir()
+        parts = {
+            "train0": (clouds[:5], range(5)),
+            "train1": (clouds[5:], range(5, 9)),
+            "test0": (clouds[:4], range(36, 40)),
+        }
+        for name, (points, labels) in parts.items():
+            with h5py.File(folder / f"ply_data_{name}.h5", "w") as file:
+                file["data"], file["label"] = points, np.array(labels, dtype=np.uint8)[:, None]
+        self.check(data.modelnet40(tmp_path, points=16), atol=0)
+        self.check(data.modelnet40(folder, points=16), atol=0)
+
+        (folder / "ply_data_train1.h5").write_bytes((folder / "ply_data_train1.h5").read_bytes()[:600])
+        with pytest.raises(ValueError, match=r"ply_data_train1\.h5 is not a whole HDF5 file"):
+            data.modelnet40(tmp_path)
+        with h5py.File(folder / "ply_data_train1.h5", "w") as file:
+            file["normal"] = clouds
+        with pytest.raises(ValueError, match=r"ply_data_train1\.h5 must hold data and label, got normal"):
+            data.modelnet40(tmp_path)
+        with h5py.File(folder / "ply_data_train1.h5", "w") as file:
+            file["data"], file["label"] = clouds[:, :7], np.arange(9)
+        with pytest.raises(ValueError, match=r"same number of points in all files, got \[7, 20\]"):
+            data.modelnet40(tmp_path)
+
+    def test_hdf5_without_h5py(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("train0", "test0"):
+            (tmp_path / f"ply_data_{name}.h5").touch()
+        monkeypatch.setitem(sys.modules, "h5py", None)
+        with pytest.raises(RuntimeError, match=r"need h5py, which is not installed: pip install 's3d_fast\[h5\]'"):
+            data.modelnet40(tmp_path)
+
+    def test_training_takes_other_points_every_time(self, tmp_path: Path) -> None:
+        arrays = self.arrays(200)
+        # A point's three coordinates are its number: scaled alike, they would tell which it was.
+        np.savez(tmp_path / "modelnet40.npz", **arrays)
+        source = data.modelnet40(tmp_path, points=16).train
+        assert isinstance(source, ArraySource)
+        assert source.augment is not None
+        first, second = source.augment(source.inputs), source.augment(source.inputs)
+        for moved in (first, second):
+            assert moved.shape == (9, 16, 3)
+        # Scaling keeps the signs of coordinates far from 0: the patterns of two subsets differ.
+        assert ((first > 0.5) != (second > 0.5)).any()
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"x_train": np.zeros((9, 20, 2), np.float32)}, r"floats of shape \(N, P, 3\), got float32 \(9, 20, 2\)"),
+            ({"x_train": np.zeros((9, 20, 3), np.int64)}, "floats of shape"),
+            ({"y_train": np.arange(8)}, "one label per sample, got 8 labels and 9 samples"),
+            ({"y_test": np.array([0, 1, 2, 40])}, "test: labels must be from 0 to 39, got 0 to 40"),
+            ({"y_test": np.array([0, -1, 2, 3])}, "labels must be from 0 to 39, got -1 to 3"),
+            ({"x_test": np.full((4, 20, 3), np.nan, np.float32)}, "test: clouds must be finite, got 240 NaN or Inf"),
+            (
+                {"x_test": np.zeros((4, 15, 3), np.float32)},
+                "points must be at most 15, which the test clouds have; got 16",
+            ),
+        ],
+    )
+    def test_wrong_arrays(self, tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
+        np.savez(tmp_path / "modelnet40.npz", **(self.arrays() | changes))
+        with pytest.raises(ValueError, match=message):
+            data.modelnet40(tmp_path, points=16)
+
+    def test_a_folder_without_it(self, tmp_path: Path) -> None:
+        (tmp_path / "modelnet40_train.npz").touch()
+        with pytest.raises(FileNotFoundError, match=r"expected ply_data_train\*\.h5 .*, found modelnet40_train\.npz"):
+            data.modelnet40(tmp_path)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write_fashion(folder: Path, compressed: bool = False) -> Path:
+    for name, count in (("train", 9), ("t10k", 4)):
+        for kind, array in (
+            ("images-idx3", random_bytes(count, 28, 28)),
+            ("labels-idx1", np.arange(count, dtype=np.uint8)),
+        ):
+            content = idx(array)
+            if compressed:
+                (folder / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+            else:
+                (folder / f"{name}-{kind}-ubyte").write_bytes(content)
+    return folder
+
+
+class TestFashionMnist:
+    @pytest.mark.parametrize("compressed", [False, True])
+    def test_idx_files(self, tmp_path: Path, compressed: bool) -> None:
+        dataset = data.fashion_mnist(write_fashion(tmp_path, compressed))
+        assert (dataset.name, dataset.classes, dataset.input_shape) == ("fashion-mnist", 10, (1, 28, 28))
+        assert (len(dataset.train), len(dataset.test)) == (9, 4)
+        x, y = epoch(dataset.train.batches(4))
+        pixels = torch.from_numpy(random_bytes(9, 1, 28, 28))
+        assert torch.allclose(x, (pixels / 255 - 0.2860) / 0.3530, atol=1e-5)
+        assert y.tolist() == list(range(9))
+        assert epoch(dataset.train.batches(4, train=True))[0].shape == (8, 1, 28, 28)
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("train-images-idx3", idx(random_bytes(9, 28, 28))[:-5], r"\(9, 28, 28\) bytes after its header, got 7051"),
+            ("train-images-idx3", idx(random_bytes(9, 28, 27)), r"shape \(N, 28, 28\), got \(9, 28, 27\)"),
+            ("train-images-idx3", b"\x89PNG", r"must begin like an idx file .*, got \[137, 80, 78, 71\]"),
+            ("t10k-labels-idx1", b"", r"must begin like an idx file .*, got \[\]"),
+            ("t10k-labels-idx1", idx(np.arange(5, dtype=np.uint8)), "got 5 labels and 4 samples"),
+            ("t10k-labels-idx1", idx(np.full(4, 10, dtype=np.uint8)), "labels must be from 0 to 9, got 10 to 10"),
+        ],
+    )
+    def test_wrong_content(self, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+        (write_fashion(tmp_path) / f"{name}-ubyte").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            data.fashion_mnist(tmp_path)
+
+    def test_truncated_gzip(self, tmp_path: Path) -> None:
+        file = write_fashion(tmp_path, compressed=True) / "train-images-idx3-ubyte.gz"
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz is not a whole gzip file"):
+            data.fashion_mnist(tmp_path)
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        (write_fashion(tmp_path) / "t10k-labels-idx1-ubyte").unlink()
+        expected = (
+            r"expected t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte\.gz, found t10k-images-idx3-ubyte, train-"
+        )
+        with pytest.raises(FileNotFoundError, match=expected):
+            data.fashion_mnist(tmp_path)
+
+
+class TestDigits:
+    def test_split(self) -> None:
+        dataset = data.digits()
+        assert (dataset.classes, dataset.input_shape) == (10, (1, 8, 8))
+        assert (len(dataset.train), len(dataset.test)) == (1437, 360)
+        x, y = epoch(dataset.train.batches(500))
+        assert x.shape == (1437, 1, 8, 8)
+        assert (float(x.min()), float(x.max())) == (0, 1)
+        assert int(y.bincount().min()) > 120
+        assert int(epoch(dataset.test.batches(360))[1].bincount().min()) > 20
+        assert torch.equal(epoch(data.digits().train.batches(500))[0], x)
+        shuffled, _ = epoch(dataset.train.batches(1437, train=True))
+        assert samples_of(shuffled) == samples_of(x)
+
+    def test_without_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+        with pytest.raises(RuntimeError, match="which is not installed: pip install scikit-learn"):
+            data.digits()
+
+
+CLASSES = ("n01440764", "n01443537", "n02085620")
+
+
+def tar_of(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def write_imagenet(folder: Path, layout: str, classes: tuple[str, ...] = CLASSES) -> Path:
+    """Write two images per class and split; their order by class is that of the folders."""
+    for split in ("train", "val"):
+        place = folder / split
+        place.mkdir(parents=True)
+        members = {}
+        for number, name in enumerate(classes):
+            encoded = [jpeg(smooth_image(70 + 5 * number + copy, 60, 5 * number + copy)) for copy in range(2)]
+            if layout == "folders":
+                (place / name).mkdir()
+                for copy, suffix in enumerate((".JPEG", ".jpg")):
+                    (place / name / f"{copy}{suffix}").write_bytes(encoded[copy])
+                (place / name / "notes.txt").touch()
+            elif layout == "tar-per-class":
+                tar_of(place / f"{name}.tar", {f"{name}_{copy}.JPEG": encoded[copy] for copy in range(2)})
+            elif layout == "tar-of-folders":
+                members |= {f"./{name}/{copy}.jpeg": encoded[copy] for copy in range(2)}
+            else:
+                for copy in range(2):
+                    members |= {
+                        f"s{number}{copy}.jpg": encoded[copy],
+                        f"s{number}{copy}.cls": f"{9 + number}\n".encode(),
+                    }
+        if members:
+            names = sorted(members, key=lambda name: name.split(".cls")[0])
+            half = len(names) // 2
+            tar_of(place / "shard-0.tar", {name: members[name] for name in names[:half]})
+            tar_of(place / "shard-1.tar", {name: members[name] for name in names[half:]})
+    return folder
+
+
+class TestImageNet:
+    @pytest.mark.parametrize("layout", ["folders", "tar-per-class", "tar-of-folders", "tar-of-pairs"])
+    def test_every_layout_gives_the_same(self, tmp_path: Path, layout: str) -> None:
+        dataset = data.imagenet(write_imagenet(tmp_path, layout), size=32, workers=0)
+        assert (dataset.name, dataset.classes, dataset.input_shape) == ("imagenet", 3, (3, 32, 32))
+        for source in (dataset.train, dataset.test):
+            x, y = epoch(source.batches(4))
+            assert y.tolist() == [0, 0, 1, 1, 2, 2]
+            blue = x[:, 2].mean((1, 2)) * 0.225 + 0.406
+            assert torch.allclose(blue, torch.tensor([0, 1, 5, 6, 10, 11]) * 20 / 255, atol=0.01)
+        assert epoch(dataset.train.batches(6, train=True))[0].shape == (6, 3, 32, 32)
+
+    def test_numbers_are_ordered_as_numbers(self, tmp_path: Path) -> None:
+        for split in ("train", "val"):
+            (tmp_path / split).mkdir()
+            members = {}
+            for number in (10, 9, 2):
+                members |= {f"a/{number}.x.jpg": jpeg(smooth_image(9, 9)), f"a/{number}.cls": str(number).encode()}
+            tar_of(tmp_path / split / "0.tar", members)
+        dataset = data.imagenet(tmp_path, size=8, workers=0)
+        assert epoch(dataset.test.batches(3))[1].tolist() == [2, 1, 0]
+
+    def test_without_pillow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_imagenet(tmp_path, "folders")
+        monkeypatch.setitem(sys.modules, "PIL.Image", None)
+        with pytest.raises(
+            RuntimeError, match=r"need Pillow, which is not installed: pip install 's3d_fast\[images\]'"
+        ):
+            data.imagenet(tmp_path)
+
+    def test_missing_folders(self, tmp_path: Path) -> None:
+        (tmp_path / "train").mkdir()
+        with pytest.raises(FileNotFoundError, match=r"expected folders train and val, found train$"):
+            data.imagenet(tmp_path)
+        (tmp_path / "val").mkdir()
+        (tmp_path / "train" / "a.JPEG").touch()
+        with pytest.raises(ValueError, match=r"train must hold a folder per class, or tar files; found a\.JPEG"):
+            data.imagenet(tmp_path)
+
+    def test_an_empty_class(self, tmp_path: Path) -> None:
+        write_imagenet(tmp_path, "folders")
+        (tmp_path / "val" / "n0").mkdir()
+        (tmp_path / "val" / "n0" / "a.png").touch()
+        with pytest.raises(ValueError, match=r"n0 must hold JPEGs \(.*\), found a\.png"):
+            data.imagenet(tmp_path)
+
+    def test_classes_differ(self, tmp_path: Path) -> None:
+        write_imagenet(tmp_path, "folders")
+        (tmp_path / "val" / "n02085620").rename(tmp_path / "val" / "dog")
+        with pytest.raises(ValueError, match="same classes; only in train: n02085620; only in val: dog"):
+            data.imagenet(tmp_path)
+
+    def test_damaged_tars(self, tmp_path: Path) -> None:
+        file = write_imagenet(tmp_path, "tar-per-class") / "train" / f"{CLASSES[1]}.tar"
+        whole = file.read_bytes()
+        for content in (whole[:1000], gzip.compress(whole), b"no tar"):
+            file.write_bytes(content)
+            with pytest.raises(ValueError, match=r"n01443537\.tar is not a whole, uncompressed tar file"):
+                data.imagenet(tmp_path)
+        tar_of(file, {"readme.txt": b"hello"})
+        with pytest.raises(ValueError, match=r"n01443537\.tar must hold JPEGs \(.*\), found readme\.txt"):
+            data.imagenet(tmp_path)
+
+    def test_pairs_that_are_none(self, tmp_path: Path) -> None:
+        file = write_imagenet(tmp_path, "tar-of-pairs") / "train" / "shard-0.tar"
+        tar_of(file, {"a.jpg": b"", "b.cls": b"3"})
+        with pytest.raises(ValueError, match=r"shard-0\.tar: a\.jpg has no a\.cls beside it"):
+            data.imagenet(tmp_path)
+        tar_of(file, {"a.jpg": b"", "a.cls": b"dog"})
+        with pytest.raises(ValueError, match=r"a\.cls must hold a class number in ASCII, got b'dog'"):
+            data.imagenet(tmp_path)
+
+    def test_a_damaged_member_is_named(self, tmp_path: Path) -> None:
+        file = write_imagenet(tmp_path, "tar-per-class") / "val" / f"{CLASSES[1]}.tar"
+        tar_of(file, {"a.jpg": b"no image"})
+        dataset = data.imagenet(tmp_path, size=8, workers=0)
+        with pytest.raises(ValueError, match=r"cannot decode the JPEG .*n01443537\.tar at byte 512: "):
+            epoch(dataset.test.batches(2))
+
+
+def write_modelnet_npz(folder: Path) -> None:
+    np.savez_compressed(folder / "modelnet40.npz", **TestModelNet().arrays())
+
+
+def read_imagenet(folder: Path) -> None:
+    dataset = data.imagenet(folder, size=8, workers=0)
+    epoch(dataset.train.batches(6, train=True))
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "name"),
+    [
+        (lambda folder: write_cifar(folder, "python2"), data.cifar100, "train"),
+        (lambda folder: write_cifar(folder, "npz"), data.cifar100, "cifar100.npz"),
+        (write_modelnet_npz, partial(data.modelnet40, points=16), "modelnet40.npz"),
+        (write_fashion, data.fashion_mnist, "train-images-idx3-ubyte"),
+        (partial(write_fashion, compressed=True), data.fashion_mnist, "t10k-labels-idx1-ubyte.gz"),
+        (lambda folder: write_imagenet(folder, "tar-of-pairs"), read_imagenet, "train/shard-0.tar"),
+    ],
+    ids=["pickle", "npz", "compressed-npz", "idx", "gzip", "tar"],
+)
+def test_damage_is_a_value_error_or_goes_unnoticed(
+    tmp_path: Path, write: Callable[[Path], object], read: Callable[[Path], object], name: str
+) -> None:
+    write(tmp_path)
+    file, generator, refused = tmp_path / name, np.random.default_rng(0), 0
+    content = file.read_bytes()
+    for _ in range(60):
+        damaged = np.frombuffer(content, dtype=np.uint8).copy()
+        # Most formats have their structure at the two ends.
+        places = np.concatenate([generator.integers(0, 300, 2), -1 - generator.integers(0, min(900, len(content)), 2)])
+        damaged[places % len(content)] = generator.integers(0, 256, 4)
+        file.write_bytes(damaged.tobytes()[: None if generator.random() < 0.7 else generator.integers(len(content))])
+        try:
+            read(tmp_path)
+        except ValueError:
+            refused += 1
+    assert refused >= 15
+
+
+def test_sets_by_name() -> None:
+    assert list(data.SETS) == ["cifar100", "modelnet40", "imagenet", "fashion-mnist", "digits"]
+    assert data.SETS["digits"]().name == "digits"

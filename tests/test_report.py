@@ -1,0 +1,577 @@
+"""The report of a run and the comparison of runs: the numbers in them, and what they do with broken files."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+
+from s3d_fast.report import (
+    comparison,
+    comparison_table,
+    eigen_share,
+    figures,
+    read_run,
+    wording,
+    write_comparison,
+    write_report,
+)
+from s3d_fast.report.drawing import label, symlog_threshold
+from s3d_fast.report.runs import read_spectra
+from s3d_fast.tables import text_table
+
+ENDS = ("lambda_min", "lambda_max")
+FIGURES = ("costs", "widths", "spectra", "promises", "times", "training")
+
+
+def phase(index: int, accuracy: float = 0.5, *, split: bool = True, **changes: Any) -> dict[str, Any]:
+    """Return a line of history.jsonl; the width doubles from phase to phase."""
+    record = {
+        "index": index,
+        "widths": {"conv1": 8 << index, "conv2": 16 << index},
+        "params": 1000 << index,
+        "macs": 50_000 << index,
+        "metrics": {"loss": 1.25, "accuracy": accuracy},
+        "loss": None,
+        "split_loss": None,
+        "predicted_change": 0.0,
+        "gains": {},
+        "new_filters": {},
+        "unconverged": 0,
+        "matvecs": 0,
+        "memory": 0,
+        "seconds": {"train": 90.0, "evaluate": 4.0},
+        "epochs": [
+            {"epoch": epoch, "loss": 2.0 / (index + epoch + 1), "learning_rate": 0.1, "seconds": 30.0, "samples": 64}
+            for epoch in range(3)
+        ],
+    }
+    if split:
+        record |= {
+            "loss": 1.5,
+            "split_loss": 1.4875,
+            "predicted_change": -0.0134,
+            "gains": {"conv1": -2.0, "conv2": -1.0},
+            "new_filters": {"conv1": 8 << index, "conv2": 16 << index},
+            "unconverged": 2,
+            "seconds": {"train": 90.0, "evaluate": 4.0, "capture": 1.0, "solve": 3.5, "select": 0.5, "split": 1.0},
+        }
+    return record | changes
+
+
+def about(method: str = "s3d", seed: int = 0, **settings: Any) -> dict[str, Any]:
+    return {
+        "recipe": "digits",
+        "preset": "quick",
+        "method": method,
+        "seed": seed,
+        "settings": {"c": 1.3, "m": 2, "fraction": 0.35, **settings},
+        "environment": {"torch": "2.13.0", "device": "cpu"},
+        "command": ["s3d-fast", "grow", "digits"],
+    }
+
+
+def write_run(folder: Path, run: dict[str, Any], phases: list[dict[str, Any]], spectra: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in phases))
+    for record in phases:
+        if spectra and record["gains"]:
+            tensors = {}
+            for unit, width in record["widths"].items():
+                values = np.geomspace(1e-4, 1.0, width, dtype=np.float32)
+                tensors |= {f"{unit}/lambda_min": -values, f"{unit}/lambda_max": values / 2}
+            save_file(tensors, folder / f"spectra-{record['index']:03d}.safetensors")
+    return folder
+
+
+def three_phases(*accuracies: float) -> list[dict[str, Any]]:
+    first, second, third = accuracies or (0.31, 0.52, 0.64)
+    return [phase(0, first), phase(1, second), phase(2, third, split=False)]
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: tags with attributes, tables as lists of rows, and all text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: list[list[list[str]]] = []
+        self.text = ""
+        self.in_cell = False
+        self.source = path.read_text()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self.in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_cell = self.in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.in_cell:
+            self.tables[-1][-1][-1] += data
+
+    def table(self, first: str) -> list[dict[str, str]]:
+        """Return the rows of the first table whose first column has this name."""
+        head, *rows = next(table for table in self.tables if table[0][0] == first)
+        return [dict(zip(head, row, strict=True)) for row in rows]
+
+    def images(self) -> list[bytes]:
+        sources = [str(attributes["src"]) for tag, attributes in self.tags if tag == "img"]
+        prefix = "data:image/png;base64,"
+        assert all(source.startswith(prefix) for source in sources)
+        return [base64.b64decode(source.removeprefix(prefix), validate=True) for source in sources]
+
+
+def assert_drawn(data: bytes) -> None:
+    pixels = np.asarray(Image.open(io.BytesIO(data)).convert("L"))
+    assert min(pixels.shape) > 200
+    assert 0.002 < (pixels < 200).mean() < 0.6
+
+
+def assert_self_contained(page: Page) -> None:
+    names = {name for tag, attributes in page.tags for name in attributes}
+    assert not names & {"href", "srcset", "action", "background"}
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "base"}
+    without_images = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "data:", page.source)
+    assert set(re.findall(r"src=.{7}", without_images)) <= {'src="data:"'}
+    assert "http" not in without_images
+    assert "url(" not in without_images
+    assert "@import" not in without_images
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the slow half of a figure, for tests that read only the text around it."""
+    for module in (figures, comparison):
+        monkeypatch.setattr(module, "png", lambda figure: b"\x89PNG")
+
+
+def test_report_has_the_numbers_of_every_phase_and_all_figures(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", about(), three_phases())
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    page = Page(path)
+    first, second, third = page.table("phase")
+    assert first == {
+        "phase": "0",
+        "width": "24",
+        "params": "1,000",
+        "MACs": "50,000",
+        "accuracy": "0.3100",
+        "loss": "1.2500",
+        "predicted change": "−0.0134",
+        "measured change": "−0.0125",
+        "new filters": "24",
+        "unconverged": "2",
+        "time": "1 min 40 s",
+        # capture, solve, select and split: 6 of 100 seconds.
+        "eigen share": "6.0 %",
+    }
+    assert (second["params"], second["accuracy"], second["width"]) == ("2,000", "0.5200", "48")
+    assert (third["predicted change"], third["measured change"], third["unconverged"]) == ("–", "–", "–")
+    assert third["eigen share"] == "0.0 %"
+    assert "digits (quick): s3d c=1.3, seed 0" in page.text
+    assert ["fraction", "0.35"] in page.tables[0]
+    assert "from 0.3100 with 1,000 parameters to 0.6400 with 4,000" in page.text
+    # Measured / predicted is 0.0125 / 0.0134 for both splits.
+    assert "the median of measured / predicted is 0.93" in page.text
+    # 12 of 294 seconds.
+    assert "4 min 54 s in all, of which splitting (capture, solve, select, split) took 4.1 %" in page.text
+    assert "Left out" not in page.text
+
+    assert_self_contained(page)
+    images = page.images()
+    files = {name: (folder / "figures" / f"{name}.png").read_bytes() for name in FIGURES}
+    assert images == list(files.values())
+    for image in images:
+        assert_drawn(image)
+
+
+def test_a_figure_is_the_same_when_it_is_drawn_again(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", about(), three_phases()))
+    assert figures.widths_figure(run) == figures.widths_figure(run)
+
+
+def test_eigen_share_is_of_all_seconds(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", about(), three_phases()))
+    assert eigen_share(run) == pytest.approx(12 / 294)
+    bare = [phase(0, split=False, seconds={})]
+    assert math.isnan(eigen_share(read_run(write_run(tmp_path / "bare", about(), bare))))
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (about(), "s3d c=1.3, seed 0"),
+        (about(seed=3, m=4), "s3d c=1.3 m=4, seed 3"),
+        (about("s2d", c=1.0), "s2d, seed 0"),
+        (about("net2net"), "net2net, seed 0"),
+    ],
+)
+def test_label(tmp_path: Path, run: dict[str, Any], expected: str) -> None:
+    assert read_run(write_run(tmp_path / "run", run, three_phases())).label == expected
+
+
+def test_single_phase_without_a_split(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", about("uniform"), [phase(0, 0.4, split=False)])
+    (folder / "figures").mkdir()
+    (folder / "figures" / "promises.png").write_bytes(b"of an earlier report")
+    page = Page(write_report(folder))
+    assert [row["accuracy"] for row in page.table("phase")] == ["0.4000"]
+    assert "Left out: no split has both a predicted and a measured change of the loss." in page.text
+    assert "Left out: no split has recorded eigenvalues." in page.text
+    assert "The run ended with its last phase." in page.text
+    assert {path.stem for path in (folder / "figures").iterdir()} == {"costs", "widths", "times", "training"}
+    for image in page.images():
+        assert_drawn(image)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_run_in_progress(tmp_path: Path) -> None:
+    now = phase(2, split=False, metrics={}, seconds={})
+    now["epochs"] = now["epochs"][:2]
+    folder = write_run(tmp_path / "run", about(), [*three_phases()[:2], now])
+    page = Page(write_report(folder))
+    last = page.table("phase")[-1]
+    assert (last["phase"], last["accuracy"], last["time"], last["eigen share"]) == ("2 (in progress)", "–", "–", "–")
+    assert "Phase 2 was in progress, with 2 epochs recorded." in page.text
+    assert "Training loss of 8 epochs over 3 phases" in page.text
+    assert len(page.images()) == 6
+    rows = comparison_table([read_run(folder)])
+    assert [row[1] for row in rows[1:]] == ["0", "1"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_line_that_was_not_written_to_its_end_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", about(), three_phases()[:2])
+    history = folder / "history.jsonl"
+    whole = history.read_bytes()
+    line = json.dumps(phase(2, split=False, widths={"größe": 4}), ensure_ascii=False).encode()
+    # Cut in the middle of a character, too.
+    for cut in (1, line.index(b"\xc3") + 1, len(line) - 1):
+        history.write_bytes(whole + line[:cut])
+        run = read_run(folder)
+        assert [record.index for record in run.phases] == [0, 1]
+        assert "not written to its end" in run.notes[0]
+    page = Page(write_report(folder))
+    assert "not written to its end" in page.text
+    assert "had split after phase 1, and the next phase is not recorded" in page.text
+    history.write_bytes(whole + line)
+    assert len(read_run(folder).phases) == 3
+
+
+def test_later_record_of_a_phase_counts(tmp_path: Path) -> None:
+    phases = [phase(0, metrics={}, seconds={}, split=False), phase(0, 0.75), phase(1, 0.8, split=False)]
+    run = read_run(write_run(tmp_path / "run", about(), phases))
+    assert [record.metrics["accuracy"] for record in run.phases] == [0.75, 0.8]
+
+
+def test_nulls_and_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    diverged = phase(1, metrics={"accuracy": None, "loss": float("nan")}, split_loss=float("inf"))
+    diverged["epochs"][1]["loss"] = None
+    # Python writes NaN and Infinity, which are not JSON, and reads 1e999 as infinity.
+    folder = write_run(tmp_path / "run", about(), [phase(0, 0.3), diverged, phase(2, 0.4, split=False)])
+    history = folder / "history.jsonl"
+    history.write_text(history.read_text().replace('"memory": 0', '"memory": null, "loss_scale": 1e999'))
+    values = np.array([np.nan, -1, -2, np.inf], dtype=np.float32)
+    save_file({"conv1/lambda_min": values, "conv1/lambda_max": values}, folder / "spectra-001.safetensors")
+    page = Page(write_report(folder))
+    _, row, _ = page.table("phase")
+    assert (row["accuracy"], row["loss"], row["measured change"]) == ("–", "–", "–")
+    assert row["predicted change"] == "−0.0134"
+    assert "4 values that are not finite are left out" in page.text
+    assert "1 without a finite loss are gaps" in page.text
+    assert len(page.images()) == 6
+    assert not re.search(r"\b(nan|inf|None)\b", page.text)
+
+
+def test_without_metrics_epochs_or_times(tmp_path: Path) -> None:
+    phases = [phase(index, metrics={}, epochs=[], split=False, seconds={}, macs=0) for index in range(2)]
+    page = Page(write_report(write_run(tmp_path / "run", about(), phases)))
+    assert len(page.images()) == 1
+    for why in ("no phase has a metric", "no phase has times", "no epoch has a loss", "no split has recorded"):
+        assert f"Left out: {why}" in page.text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_other_metrics_take_the_place_of_accuracy(tmp_path: Path) -> None:
+    phases = [phase(index, metrics={"perplexity": 320.5 - index, "bits": 0.0}, split=index < 1) for index in range(2)]
+    folder = write_run(tmp_path / "run", about(), phases)
+    page = Page(write_report(folder))
+    assert page.table("phase")[0]["perplexity"] == "320.5"
+    assert "Perplexity and size" in page.text
+    assert wording.title("mIoU") == "mIoU"
+    assert comparison_table([read_run(folder)])[0][-1] == "perplexity"
+
+
+def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    evil = '<script>alert("1")</script>'
+    names = [evil, r"$\frac{", "_hidden", "重み\n\ud800", "x" * 300]
+    phases = three_phases()
+    for record in phases:
+        record |= {"widths": dict(zip(names, range(4, 9), strict=True)), "metrics": {evil: 0.5}, "extra": evil}
+        record["seconds"] = {**record["seconds"], r"_$\bad": 1.0}
+    run = about(evil, **{evil: evil}) | {
+        "recipe": evil,
+        "preset": r"$\x",
+        "environment": {evil: evil},
+        "command": [evil],
+    }
+    folder = write_run(tmp_path / "run", run, phases, spectra=False)
+    values = np.ones(3, dtype=np.float32)
+    save_file({f"{name}/{end}": values for name in names[:3] for end in ENDS}, folder / "spectra-000.safetensors")
+    page = Page(write_report(folder))
+    assert page.text.count(evil) >= 6
+    assert_self_contained(page)
+    assert len(page.images()) == 6
+    compared = Page(write_comparison([folder], tmp_path / "out"))
+    assert evil in compared.text
+    assert_self_contained(compared)
+
+
+def test_labels_for_figures_are_plain_and_short() -> None:
+    assert label("layer1.conv") == "layer1.conv"
+    assert label("a$b$") == r"a\$b\$"
+    assert label("重\n\x00é") == "???é"
+    assert len(label("x" * 300)) <= 30
+
+
+def test_missing_and_broken_spectra_are_said(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", about(), three_phases())
+    run = read_run(folder)
+    (folder / "spectra-000.safetensors").unlink()
+    figure = figures.spectra_figure(run)
+    assert figure.caption.endswith("Not shown: spectra-000.safetensors is missing.")
+    assert figure.image is not None
+    (folder / "spectra-001.safetensors").write_bytes(b"nonsense")
+    figure = figures.spectra_figure(run)
+    assert figure.image is None
+    assert "spectra-000.safetensors is missing; spectra-001.safetensors must be a safetensors file" in figure.caption
+    save_file({"conv1/lambda_min": np.ones(3, dtype=np.float32)}, folder / "spectra-001.safetensors")
+    with pytest.raises(ValueError, match="must hold vectors lambda_min and lambda_max for 'conv1'"):
+        read_spectra(folder, 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("run.json", None, "has no file run.json"),
+        ("history.jsonl", None, "has no file history.jsonl"),
+        ("run.json", "{", "run.json must be JSON"),
+        ("run.json", "[1]", r"run.json must be a JSON object, got \[1\]"),
+        ("run.json", "{}", "recipe must be a string, got nothing"),
+        ("run.json", json.dumps(about() | {"seed": "x"}), "seed must be an integer, got 'x'"),
+        ("run.json", json.dumps(about() | {"settings": None}), "settings must be an object, got None"),
+        ("history.jsonl", "{}\n", "line 1: index must be an integer >= 0, got nothing"),
+        ("history.jsonl", json.dumps(phase(0)) + "\n{\n", "line 2 must be JSON"),
+        ("history.jsonl", json.dumps(phase(0, params=-1)) + "\n", "params must be an integer >= 0, got -1"),
+        ("history.jsonl", json.dumps(phase(0, widths=None)) + "\n", "widths must be a JSON object, got nothing"),
+        ("history.jsonl", json.dumps(phase(0, widths={"a": "b"})) + "\n", "widths: a must be an integer >= 0, got 'b'"),
+        ("history.jsonl", json.dumps(phase(0, metrics={"a": []})) + "\n", r"a must be a number or null, got \[]"),
+        ("history.jsonl", json.dumps(phase(0, loss=True)) + "\n", "loss must be a number or null, got True"),
+        ("history.jsonl", json.dumps(phase(0, epochs=3)) + "\n", "epochs must be a list, got 3"),
+        ("history.jsonl", json.dumps(phase(0, epochs=[3])) + "\n", "epochs must be a JSON object, got 3"),
+        ("history.jsonl", "[" * 100_000 + "\n", "line 1 must be JSON"),
+        ("history.jsonl", "", "must hold at least one phase"),
+    ],
+)  # fmt: skip
+def test_broken_files_are_named(tmp_path: Path, file: str, text: str | None, message: str) -> None:
+    folder = write_run(tmp_path / "run", about(), three_phases())
+    if text is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(text)
+    with pytest.raises(FileNotFoundError if text is None else ValueError, match=message):
+        write_report(folder)
+    assert not (folder / "report.html").exists()
+
+
+def test_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="must be the folder of a run, and is not a folder"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="folders must name at least one run"):
+        write_comparison([], tmp_path)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_report_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run", about(), [phase(0, split=False)])
+    before = write_report(folder).read_bytes()
+    files = sorted(path.name for path in folder.rglob("*"))
+    (folder / "history.jsonl").write_text(json.dumps(phase(0, 0.9, split=False)) + "\n")
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_report(folder)
+    assert (folder / "report.html").read_bytes() == before
+    assert sorted(path.name for path in folder.rglob("*")) == files
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> list[Path]:
+    """Return runs of two methods: s3d with three seeds, one of them interrupted, and s2d with two."""
+    curves = {
+        ("s3d", 0): (0.30, 0.50, 0.70),
+        ("s3d", 1): (0.36, 0.51, 0.60),
+        ("s3d", 2): (0.31, 0.58, 0.65),
+        ("s2d", 0): (0.20, 0.40, 0.50),
+        ("s2d", 1): (0.30, 0.41, 0.52),
+    }
+    folders = []
+    for (method, seed), accuracies in curves.items():
+        phases = three_phases(*accuracies)
+        phases[1]["params"] += 10 * seed
+        if (method, seed) == ("s3d", 2):
+            del phases[2]
+        run = about(method, seed)
+        # A recipe may count the seed among its settings: it makes no group of its own.
+        run["settings"]["seed"] = seed
+        folders.append(write_run(tmp_path / f"{method}-{seed}", run, phases, spectra=False))
+    return folders
+
+
+def test_comparison_table_has_medians_and_ranges_over_seeds(compared: list[Path]) -> None:
+    # The order of the folders says in which order groups come, and nothing else.
+    runs = [read_run(folder) for folder in compared[::-1]]
+    rows = comparison_table(runs)
+    assert rows == [
+        ["method", "phase", "seeds", "params", "MACs", "accuracy"],
+        ["s2d", "0", "2", "1,000", "50.00k", "0.2500 [0.2000, 0.3000]"],
+        ["s2d", "1", "2", "2,005 [2,000, 2,010]", "100.0k", "0.4050 [0.4000, 0.4100]"],
+        ["s2d", "2", "2", "4,000", "200.0k", "0.5100 [0.5000, 0.5200]"],
+        ["s3d c=1.3", "0", "3", "1,000", "50.00k", "0.3100 [0.3000, 0.3600]"],
+        ["s3d c=1.3", "1", "3", "2,010 [2,000, 2,020]", "100.0k", "0.5100 [0.5000, 0.5800]"],
+        ["s3d c=1.3", "2", "2", "4,000", "200.0k", "0.6500 [0.6000, 0.7000]"],
+    ]
+    assert "0.6500 [0.6000, 0.7000]" in text_table(rows)
+
+
+def test_comparison_page(compared: list[Path], tmp_path: Path) -> None:
+    # A folder that is named twice counts once.
+    path = write_comparison([*compared, compared[0]], tmp_path / "new" / "out")
+    assert path == tmp_path / "new" / "out" / "compare.html"
+    page = Page(path)
+    assert_self_contained(page)
+    assert "digits (quick): 5 runs" in page.text
+    phases, runs = page.tables
+    assert phases == comparison_table([read_run(folder) for folder in compared])
+    assert [row[:4] for row in runs[1:]] == [
+        ["s3d c=1.3", "0", "3", "0.7000"],
+        ["s3d c=1.3", "1", "3", "0.6000"],
+        ["s3d c=1.3", "2", "2", "0.5800"],
+        ["s2d", "0", "3", "0.5000"],
+        ["s2d", "1", "3", "0.5200"],
+    ]
+    assert "s3d c=1.3, seed 2: The run was not over" in page.text
+    assert "s2d, seed 0: " not in page.text
+    files = sorted(path.parent.joinpath("figures").iterdir())
+    assert [file.name for file in files] == ["compare-costs.png", "compare-promises.png", "compare-times.png"]
+    assert sorted(page.images()) == sorted(file.read_bytes() for file in files)
+    for image in page.images():
+        assert_drawn(image)
+
+
+def test_settings_that_differ_make_groups_and_are_named(tmp_path: Path) -> None:
+    variants: list[dict[str, Any]] = [{}, {"c": 3.0}, {"c": 3}, {"fraction": 0.5}, {"m": 4, "fraction": 0.5}]
+    runs = [
+        read_run(write_run(tmp_path / str(seed), about(seed=seed, **settings), three_phases()))
+        for seed, settings in enumerate(variants)
+    ]
+    labels = [row[0] for row in comparison_table(runs)[1::3]]
+    assert labels == [
+        "s3d c=1.3, m=2, fraction=0.35",
+        "s3d c=3.0, m=2, fraction=0.35",
+        "s3d c=1.3, m=2, fraction=0.5",
+        "s3d c=1.3 m=4, fraction=0.5",
+    ]
+    # 3 and 3.0 are the same c.
+    assert [row[2] for row in comparison_table(runs)[1::3]] == ["1", "2", "1", "1"]
+
+
+def test_choices_outside_the_settings_make_groups(tmp_path: Path) -> None:
+    runs = [
+        read_run(write_run(tmp_path / scratch, about("uniform") | {"scratch": scratch, "start": scratch}, [phase(0)]))
+        for scratch in ("total", "phase")
+    ]
+    assert [row[0] for row in comparison_table(runs)[1:]] == ["uniform, scratch=total", "uniform, scratch=phase"]
+
+
+@pytest.mark.parametrize(("method", "expected"), [("s3d", [94.0, 194.0, 294.0]), ("uniform", [94.0, 94.0, 94.0])])
+def test_networks_from_scratch_take_their_own_time_alone(tmp_path: Path, method: str, expected: list[float]) -> None:
+    run = read_run(write_run(tmp_path / "run", about(method), three_phases()))
+    assert list(comparison._elapsed(run).values()) == pytest.approx(expected)
+
+
+def test_a_split_that_promises_nothing_has_no_prediction(tmp_path: Path) -> None:
+    blind = {"predicted_change": None, "gains": {"conv1": None}}
+    phases = [phase(0, **blind), phase(1, predicted_change=0.0, gains={"conv1": 0.0}), phase(2)]
+    run = read_run(write_run(tmp_path / "run", about("net2net"), phases, spectra=False))
+    assert [record.predicted for record in run.phases] == [None, None, -0.0134]
+    assert [record.measured for record in run.phases] == pytest.approx([-0.0125] * 3)
+    assert len(figures.promised_and_measured(run.phases)) == 1
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_recipes_that_differ_are_said(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / recipe, about() | {"recipe": recipe}, [phase(0, split=False, seconds={})])
+        for recipe in ("digits", "letters")
+    ]
+    page = Page(write_comparison(folders, tmp_path))
+    assert "The runs are of different recipes or presets" in page.text
+    assert [row["method"] for row in page.table("method")] == ["s3d c=1.3, digits", "s3d c=1.3, letters"]
+    assert "Left out: some phases have no times." in page.text
+
+
+def test_equal_runs_are_not_counted_as_two_seeds(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, about(), three_phases()) for name in ("a", "b")]
+    with pytest.raises(ValueError, match=r"a and .*b are both s3d c=1.3, seed 0; give one of them"):
+        comparison_table([read_run(folder) for folder in folders])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, "0"), (9999, "9,999"), (10_000, "10.00k"), (999_960, "1.000M"), (2_633_270, "2.633M"), (5e8, "500.0M")],
+)
+def test_compact_numbers(value: float, expected: str) -> None:
+    assert wording.compact(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.0, "0 s"), (1.234, "1.23 s"), (93.5, "1 min 34 s"), (3599.7, "1 h 00 min"), (7380.0, "2 h 03 min")],
+)
+def test_durations(seconds: float, expected: str) -> None:
+    assert wording.duration(seconds) == expected
+
+
+def test_logarithmic_scales_are_for_values_of_many_sizes() -> None:
+    assert symlog_threshold([-1.0, 0.0, 2.0, 5.0]) is None
+    assert symlog_threshold([0.0, 0.0]) is None
+    assert symlog_threshold([-1e-5, 1e-4, 1.0, -3.0]) == pytest.approx(1e-5)
+    # A value that is as good as zero does not stretch the scale.
+    assert symlog_threshold([1e-30, 1e-4, 1.0, -3.0]) == pytest.approx(1e-6)
