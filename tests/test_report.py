@@ -415,16 +415,19 @@ def test_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_report_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_report_that_cannot_be_finished_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     folder = write_run(tmp_path / "run", about(), [phase(0, split=False)])
     before = write_report(folder).read_bytes()
     files = sorted(path.name for path in folder.rglob("*"))
     (folder / "history.jsonl").write_text(json.dumps(phase(0, 0.9, split=False)) + "\n")
 
-    def full(descriptor: int) -> None:
+    def full(*arguments: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, step, full)
     with pytest.raises(OSError, match="no space left"):
         write_report(folder)
     assert (folder / "report.html").read_bytes() == before

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import s3d_fast as s3d
-from s3d_fast import visualize
 from s3d_fast.models import VGG19
 from s3d_fast.models.dgcnn import DGCNN
 from s3d_fast.solvers.spectrum import Spectrum
 from s3d_fast.visualize import (
     FilterPicture,
     draw,
+    drawing,
     filter_pictures,
     guided_backpropagation,
     interesting_filters,
@@ -419,7 +420,7 @@ def test_draw_writes_a_picture(tmp_path: Path, count: int, channels: int) -> Non
 
 
 def test_dashed_boxes_mark_the_pictures_that_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plt = visualize.require_matplotlib()
+    plt = drawing.require_matplotlib()
     figures: list[Any] = []
     monkeypatch.setattr(plt, "close", figures.append)
     before = torch.ones(8, 8)
@@ -454,11 +455,11 @@ def test_changes_of_black_pictures() -> None:
     [(22.13, "22.1"), (-0.5, "-0.5"), (1.2e-7, "10^{-7}"), (-1e-8, "-10^{-8}"), (0.0, "0"), (3e6, "10^{6}")],
 )
 def test_eigenvalues_are_written_as_in_the_paper(value: float, text: str) -> None:
-    assert visualize._power(value) == text
+    assert drawing._power(value) == text
 
 
 def test_draw_refuses_bad_arguments(tmp_path: Path) -> None:
-    plt = visualize.require_matplotlib()
+    plt = drawing.require_matplotlib()
     with pytest.raises(ValueError, match="pictures"):
         draw(data(1, 3, 8, 8), [], tmp_path / "filters.png")
     with pytest.raises(ValueError, match="image"):
@@ -471,7 +472,7 @@ def test_draw_refuses_bad_arguments(tmp_path: Path) -> None:
 
 
 def save_png(path: Path, pixels: Tensor) -> None:  # (H, W, 3), uint8
-    pytest.importorskip("PIL.Image").fromarray(pixels.numpy()).save(path)
+    Image.fromarray(pixels.numpy()).save(path)
 
 
 def test_load_image_normalises_and_keeps_the_middle(tmp_path: Path) -> None:
@@ -484,7 +485,7 @@ def test_load_image_normalises_and_keeps_the_middle(tmp_path: Path) -> None:
     for channel, value in enumerate(((1 - 0.485) / 0.229, (0.2 - 0.456) / 0.224, -0.406 / 0.225)):
         torch.testing.assert_close(image[0, channel], torch.full((6, 6), value))
     # Drawn, it has its own colours again.
-    colours = visualize._as_colours(image)
+    colours = drawing._as_colours(image)
     torch.testing.assert_close(colours, torch.tensor([1.0, 0.2, 0.0]).double().expand(6, 6, 3), atol=1e-6, rtol=0)
     assert load_image(tmp_path / "image.png").shape == (1, 3, 224, 224)
 
@@ -502,7 +503,7 @@ def test_load_image_refuses_what_is_no_image(tmp_path: Path, monkeypatch: pytest
         load_image(path)
     with pytest.raises(ValueError, match="size"):
         load_image(path, size=0)
-    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(RuntimeError, match=r"pip install 's3d_fast\[images\]'"):
         load_image(path)
 

@@ -10,6 +10,8 @@ import torch
 from s3d_fast import visualize
 from s3d_fast.checkpoint import load_grown
 from s3d_fast.commands.inspect import recipe_of, saved_network
+from s3d_fast.data.cifar import NORMALISE as CIFAR_NORMALISE
+from s3d_fast.data.images import IMAGENET_NORMALISE
 from s3d_fast.recipes.running import make_network
 from s3d_fast.tables import text_table
 
@@ -38,14 +40,16 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the filters and draw them."""
     if options.vgg19 is not None:
-        model, size = visualize.load_vgg19(options.vgg19), 224
+        model, size, normalise = visualize.load_vgg19(options.vgg19), 224, IMAGENET_NORMALISE
     else:
         about, path = saved_network(options.folder, options.phase)
-        model, size = make_network(recipe_of(about), about["classes"]), about["input_shape"][-1]
+        recipe, size = recipe_of(about), about["input_shape"][-1]
+        normalise = CIFAR_NORMALISE if recipe.dataset == "cifar100" else IMAGENET_NORMALISE
         if len(about["input_shape"]) != 3 or about["input_shape"][0] != 3:
             raise ValueError(f"--run: the network must take images of three channels, got {about['input_shape']}")
+        model = make_network(recipe, about["classes"])
         load_grown(model, path)
-    image = visualize.load_image(options.image, size)
+    image = visualize.load_image(options.image, size, normalise)
     if options.label is None:
         with torch.no_grad():
             label = int(model.eval()(image).argmax())

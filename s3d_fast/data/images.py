@@ -44,6 +44,9 @@ def normalise(mean: Sequence[float], std: Sequence[float]) -> Normalise:
     return Normalise(tuple(mean), tuple(std))
 
 
+IMAGENET_NORMALISE = normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
 def read_bytes(file: str, offset: int, size: int) -> bytes:
     """Return `size` bytes of a file from `offset` on; all of the file if `size` is negative.
 

@@ -15,11 +15,9 @@ from torch.utils.data import Dataset as TorchDataset
 
 from s3d_fast import checks
 from s3d_fast.data.files import require
-from s3d_fast.data.images import decode, normalise, read_bytes
+from s3d_fast.data.images import IMAGENET_NORMALISE, decode, read_bytes
 
 Batch = tuple[Tensor, Tensor]
-
-IMAGENET_NORMALISE = normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class Batches(Protocol):

@@ -1,0 +1,145 @@
+"""Guided backpropagation (Springenberg et al., 2015): what in an image a filter responds to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from s3d_fast import checks, fx_calls, layers
+from s3d_fast.graph import Graph, Unit
+from s3d_fast.undisturbed import undisturbed
+
+# Activations that let positive inputs through and stop negative ones, all of them or nearly so.
+RECTIFIERS = frozenset({"relu", "relu6", "leaky_relu", "elu", "hardswish", "silu", "gelu", "softplus"})
+
+
+def guided_backpropagation(
+    model: nn.Module, image: Tensor, graph: Graph, unit: str, filter: int, row: Tensor | None = None
+) -> Tensor:
+    """Return a grey picture, (H, W), of what a filter responds to in an image (Springenberg et al., 2015).
+
+    It is the sum over colours of |dA/d image|, where A is the sum of the filter's activation over all places, and every
+    rectifier h = act(z) on the way, the filter's own among them, passes back
+
+        dA/dz = act'(z) max(dA/dh, 0)  where z > 0,  0 elsewhere.
+
+    Rectifiers are ReLU, ReLU6, LeakyReLU, ELU, SiLU, GELU, softplus and Hardswish; everything else passes its ordinary
+    gradient. All places, not the strongest one alone, so that a small change of the filter cannot move the picture
+    from one place to another. A filter that is nowhere active has a black picture. The model is evaluated in eval mode
+    and left as it was, also after an error.
+
+    Args:
+        model: the model that was traced.
+        image: (1, channels, H, W), as the model reads it.
+        graph: from `trace`, of the model as it is now.
+        unit: the name of the filter's layer; a convolution or a linear layer.
+        filter: its index.
+        row: (D,), stands in for the filter's parameters; the bias comes last where there is one.
+
+    Raises:
+        ValueError, TypeError: a bad argument.
+    """
+    check_image(image)
+    chosen = check_unit(model, graph, unit)
+    checks.is_count("filter", filter, at_least=0)
+    if filter >= chosen.width:
+        raise ValueError(f"filter must be below {chosen.width}, the filters of unit {unit!r}, got {filter}")
+    if row is not None:
+        checks.is_tensor("row", row)
+        checks.has_shape("row", row, (chosen.fan_in,))
+        checks.is_finite("row", row)
+    with undisturbed(model), torch.enable_grad():
+        pixels = image.detach().clone().requires_grad_()
+        response = _Guided(graph.module, chosen, filter, row).response(pixels)
+        if not response.requires_grad:
+            return torch.zeros_like(image[0, 0])
+        (gradient,) = torch.autograd.grad(response, pixels, allow_unused=True, materialize_grads=True)
+    return gradient[0].abs().sum(0)
+
+
+class _Guided(fx.Interpreter):
+    """Evaluates the traced model up to a unit's activation, with rectifiers that guide the gradient."""
+
+    def __init__(self, module: fx.GraphModule, unit: Unit, filter: int, row: Tensor | None) -> None:
+        super().__init__(module)
+        self.unit, self.filter, self.row = unit, filter, row
+        self.activation: Tensor | None = None
+        # What is raised is raised again, with a message of our own.
+        self.extra_traceback = False
+
+    def response(self, pixels: Tensor) -> Tensor:
+        """Return the sum of the filter's activation over all places."""
+        try:
+            # A copy: the model may begin with an operation in place.
+            self.run(pixels.clone())
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise ValueError(f"image cannot be evaluated by the model: {error}") from error
+        assert self.activation is not None
+        axis = self.unit.activation_axis
+        # A flattened channel has several entries.
+        entries = self.activation.shape[axis] // self.unit.width
+        return self.activation.narrow(axis, self.filter * entries, entries).sum()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self.activation is not None:
+            # Nothing behind the unit is of interest.
+            return None
+        if n.name == self.unit.producer_node and self.row is not None:
+            return self._produce(n, self.row)
+        result = self._rectify(n) if self._is_rectifier(n) else super().run_node(n)
+        if n.name == self.unit.activation_node:
+            self.activation = result
+        return result
+
+    def _produce(self, n: fx.Node, row: Tensor) -> Tensor:
+        """Return the layer's output with another filter in the place of one of its own."""
+        module = self.submodules[str(n.target)]
+        tensors = {name: value.detach().clone() for name, value in module.named_parameters(recurse=False)}
+        weight, row = tensors["weight"], row.to(tensors["weight"])
+        weight[self.filter] = row[: weight[0].numel()].view_as(weight[0])
+        if "bias" in tensors:
+            tensors["bias"][self.filter] = row[-1]
+        arguments, keywords = self.fetch_args_kwargs_from_env(n)
+        return torch.func.functional_call(module, tensors, arguments, keywords)
+
+    def _is_rectifier(self, n: fx.Node) -> bool:
+        if n.op == "call_module":
+            act = layers.activation_of(self.submodules[str(n.target)])
+        else:
+            act = fx_calls.functional_activation(n)
+        return act is not None and act.name in RECTIFIERS
+
+    def _rectify(self, n: fx.Node) -> Tensor:
+        source = n.all_input_nodes[0]
+        open_at = self.env[source] > 0
+        h = super().run_node(n)
+        # The values are those of h; a gradient gets through only where the input was positive, and is positive itself.
+        guided = torch.where(open_at, h, h.detach())
+        if guided.requires_grad:
+            guided.register_hook(lambda g: g.clamp(min=0))
+        if fx_calls.is_inplace(n, self.submodules):
+            self.env[source] = guided
+        return guided
+
+
+def check_image(image: Tensor) -> None:
+    """Raise unless this is one finite image, (1, channels, H, W)."""
+    checks.is_tensor("image", image)
+    checks.has_shape("image", image, (1, "channels", "H", "W"))
+    checks.is_not_empty("image", image)
+    checks.is_finite("image", image)
+
+
+def check_unit(model: nn.Module, graph: Graph, unit: str) -> Unit:
+    """Return the unit of that name, of a graph that is the model's."""
+    chosen = graph.units.get(unit)
+    if chosen is None:
+        raise ValueError(f"unit must be one of {', '.join(graph.units) or 'none'}; got {unit!r}")
+    if chosen.kind not in ("conv", "linear"):
+        raise ValueError(f"unit must be a convolution or a linear layer, got {unit!r}, which is {chosen.kind}")
+    graph.check(model)
+    if model.get_submodule(unit) is not graph.module.get_submodule(unit):
+        raise ValueError(f"graph belongs to another model: its {unit!r} is not that of the model given")
+    return chosen
