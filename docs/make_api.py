@@ -17,7 +17,11 @@ def api() -> str:
         for name in sorted(module.__all__, key=str.lower):
             item = getattr(module, name)
             first = (inspect.getdoc(item) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-            call = "" if inspect.isclass(item) else f"({', '.join(inspect.signature(item).parameters)})"
+            call = (
+                ""
+                if inspect.isclass(item) or inspect.ismodule(item)
+                else f"({', '.join(inspect.signature(item).parameters)})"
+            )
             lines.append(f"| `{name}{call}` | {first} |")
         lines.append("")
     return "\n".join(lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from s3d_fast import layers
 from s3d_fast.edgeconv import EdgeConv
+from s3d_fast.files import write_whole
 
 FORMAT = "s3d_fast grown network 1"
 # The attributes of modules that say how many channels they have; nothing else is set from a file.
@@ -164,24 +164,8 @@ def restore_optimizer(
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """Write tensors and a JSON record to one file, whole or not at all, also if the machine stops meanwhile."""
-    path = Path(path)
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    data = serialize(plain, metadata={"format": FORMAT, "record": json.dumps(record)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    # The name of the file is on disk only when its folder is.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(path, serialize(plain, metadata={"format": FORMAT, "record": json.dumps(record)}))
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from s3d_fast import checkpoint
+from s3d_fast.files import write_whole
 from s3d_fast.solvers import Spectrum
 
 
@@ -74,17 +75,7 @@ class RunFolder:
     def write_history(self, phases: Sequence[Mapping[str, Any]]) -> None:
         """Write a line of strict JSON for every phase: what is not a number is null."""
         lines = [json.dumps(_strict(phase), allow_nan=False) + "\n" for phase in phases]
-        write_text(self.path / "history.jsonl", "".join(lines))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        write_whole(self.path / "history.jsonl", "".join(lines).encode())
 
 
 def _strict(value: Any) -> Any:

@@ -6,9 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from s3d_fast import recipes
 from s3d_fast.capture import capture
@@ -17,13 +17,14 @@ from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.graph import Graph
 from s3d_fast.random_state import seed_all
 from s3d_fast.recipes.running import make_loss, make_network
+from s3d_fast.report.runs import read_spectra
 from s3d_fast.run_folder import RunFolder
 from s3d_fast.schemes import split_gain
 from s3d_fast.solvers import extremal_eigenpairs
 from s3d_fast.tables import text_table
 from s3d_fast.tracing import trace
 
-Ends = dict[str, tuple[Tensor, Tensor]]  # lambda_min and lambda_max of every unit
+Ends = dict[str, tuple[np.ndarray, np.ndarray]]  # lambda_min and lambda_max of every unit
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -47,11 +48,11 @@ def _run(options: argparse.Namespace) -> int:
     graph = trace(model, torch.zeros(2, *about["input_shape"]))
     print(f"{path}: {sum(p.numel() for p in model.parameters())} parameters\n")
     print(graph.explain())
-    saved = path.with_name(path.name.replace("network", "spectra"))
+    phase = int(path.stem.rpartition("-")[2])
     if options.data is not None or recipe.dataset == "digits":
         ends, where = _computed(recipe, model, graph, options), f"{recipe.split_samples} training samples"
-    elif saved.exists():
-        ends, where = _saved(saved), saved.name
+    elif RunFolder(options.folder).file("spectra", phase).exists():
+        ends, where = read_spectra(options.folder, phase), "the run"
     else:
         print("\nThe run has not computed the spectra of this network; give --data to do so.")
         return 0
@@ -91,19 +92,13 @@ def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: a
     batches = dataset.train.sample(recipe.split_samples, recipe.split_batch)
     operators = capture(model, make_loss(recipe), batches, graph, progress=True)
     spectra = extremal_eigenpairs(operators, tol=recipe.tol, solver="auto")
-    return {name: (spectrum.lambda_min, spectrum.lambda_max) for name, spectrum in spectra.items()}
-
-
-def _saved(path: Path) -> Ends:
-    tensors = load_file(path)
-    units = dict.fromkeys(name.rpartition("/")[0] for name in tensors)
-    return {unit: (tensors[f"{unit}/lambda_min"], tensors[f"{unit}/lambda_max"]) for unit in units}
+    return {name: (spectrum.lambda_min.numpy(), spectrum.lambda_max.numpy()) for name, spectrum in spectra.items()}
 
 
 def _table(ends: Ends, recipe: recipes.Recipe) -> list[list[str]]:
     rows = [["unit", "filters", "lambda_min: least", "median", "lambda_max: median", "largest", "G: least", "median"]]
     for unit, (low, high) in ends.items():
-        gain = split_gain(low, high, recipe.m, recipe.c)
-        values = (low.min(), low.median(), high.median(), high.max(), gain.min(), gain.median())
-        rows.append([unit, str(len(low)), *(f"{value.item():.3g}" for value in values)])
+        gain = split_gain(torch.from_numpy(low), torch.from_numpy(high), recipe.m, recipe.c).numpy()
+        values = (low.min(), np.median(low), np.median(high), high.max(), gain.min(), np.median(gain))
+        rows.append([unit, str(len(low)), *(f"{value:.3g}" for value in values)])
     return rows

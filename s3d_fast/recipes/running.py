@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from s3d_fast import baselines, checks, costs, env
 from s3d_fast.checkpoint import load_grown
 from s3d_fast.data.sources import Dataset
+from s3d_fast.files import write_whole
 from s3d_fast.graph import Graph
 from s3d_fast.growth import Grower, Phase
 from s3d_fast.plan import SplitPlan
 from s3d_fast.random_state import seed_all
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.report.runs import read_run
-from s3d_fast.run_folder import RunFolder, write_text
+from s3d_fast.run_folder import RunFolder
 from s3d_fast.tracing import trace
 from s3d_fast.training import EpochTrainer, moved
 
@@ -306,7 +307,7 @@ def _describe(job: Job, resume: bool) -> None:
     about["environment"] = env.report()
     about["command"] = sys.argv
     about["started"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    write_text(path, json.dumps(about, indent=1) + "\n")
+    write_whole(path, (json.dumps(about, indent=1) + "\n").encode())
 
 
 def _fixed(value: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from s3d_fast.files import write_whole
 from s3d_fast.report import wording
 from s3d_fast.report.comparison import comparison_figures, comparison_table, group_runs
 from s3d_fast.report.drawing import require_matplotlib
@@ -206,19 +206,7 @@ def _publish(folder: Path, name: str, title: str, body: Sequence[str], figures: 
         if figure.image is None:
             path.unlink(missing_ok=True)
         else:
-            _write(path, figure.image)
+            write_whole(path, figure.image)
     # A lone surrogate, which JSON can hold, has no encoding.
-    _write(folder / name, page.encode(errors="replace"))
+    write_whole(folder / name, page.encode(errors="replace"))
     return folder / name
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
