@@ -45,6 +45,8 @@ class Phase:
         predicted_change: eps^2 / 2 times the sum of the gains.
         gains: the sum of the gains of every unit's splits.
         new_filters: of every unit.
+        splits: how many neurons were split.
+        negative: how many of them into copies of which one has a negative weight, as S2D never does.
         unconverged: filters whose eigenpairs did not reach the tolerance.
         matvecs: products S v that the slowest filter took.
         memory: bytes that the splitting operators held.
@@ -62,6 +64,8 @@ class Phase:
     predicted_change: float = 0.0
     gains: dict[str, float] = field(default_factory=dict)
     new_filters: dict[str, int] = field(default_factory=dict)
+    splits: int = 0
+    negative: int = 0
     unconverged: int = 0
     matvecs: int = 0
     memory: int = 0
@@ -240,6 +244,7 @@ class Grower:
         for name, splits in plan.by_unit().items():
             phase.gains[name] = sum(split.gain for split in splits)
             phase.new_filters[name] = sum(split.copies - 1 for split in splits)
+        phase.splits, phase.negative = len(plan), sum(bool((split.weights < 0).any()) for split in plan.splits)
         phase.predicted_change = plan.predicted_change(self.eps)
         if not len(plan):
             self.stopped = f"no neuron gains from a split after phase {phase.index}"

@@ -64,6 +64,8 @@ def phase(index: int, accuracy: float = 0.5, *, split: bool = True, **changes: A
             "predicted_change": -0.0134,
             "gains": {"conv1": -2.0, "conv2": -1.0},
             "new_filters": {"conv1": 8 << index, "conv2": 16 << index},
+            "splits": 24 << index,
+            "negative": 5,
             "unconverged": 2,
             "seconds": {"train": 90.0, "evaluate": 4.0, "capture": 1.0, "solve": 3.5, "select": 0.5, "split": 1.0},
         }
@@ -183,6 +185,7 @@ def test_report_has_the_numbers_of_every_phase_and_all_figures(tmp_path: Path) -
         "predicted change": "−0.0134",
         "measured change": "−0.0125",
         "new filters": "24",
+        "splits (negative)": "24 (5)",
         "unconverged": "2",
         "time": "1 min 40 s",
         # capture, solve, select and split: 6 of 100 seconds.

@@ -59,8 +59,8 @@ def write_report(folder: str | Path) -> Path:
         "<h2>Phases</h2>",
         _table(_phase_rows(run)),
         '<p class="note">Changes are those of the loss on the batches for splitting; unconverged are filters whose '
-        "eigenvalues did not reach the tolerance; the eigen share is the part of the time that capture, solve, select "
-        "and split took.</p>",
+        "eigenvalues did not reach the tolerance; negative are splits with a copy of negative weight; the eigen share "
+        "is the part of the time that capture, solve, select and split took.</p>",
         *(_section(figure) for figure in figures),
     ]
     return _publish(run.folder, "report.html", f"{run.recipe}: {run.label}", body, figures)
@@ -124,7 +124,7 @@ def _phase_rows(run: Run) -> list[list[str]]:
     first = main_metric([run])
     metrics.sort(key=lambda name: name != first)
     head = ["phase", "width", "params", "MACs", *metrics, "predicted change", "measured change"]
-    rows = [[*head, "new filters", "unconverged", "time", "eigen share"]]
+    rows = [[*head, "new filters", "splits (negative)", "unconverged", "time", "eigen share"]]
     for phase in run.phases:
         solved = "solve" in phase.seconds or phase.is_split
         rows.append(
@@ -137,6 +137,7 @@ def _phase_rows(run: Run) -> list[list[str]]:
                 wording.change(phase.predicted),
                 wording.change(phase.measured),
                 wording.whole(sum(phase.new_filters.values())) if solved else wording.NOTHING,
+                f"{phase.splits} ({phase.negative})" if solved else wording.NOTHING,
                 wording.whole(phase.unconverged) if solved else wording.NOTHING,
                 _time([phase]),
                 wording.percent(share_of_eigen_stages([phase])),

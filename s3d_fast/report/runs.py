@@ -42,6 +42,8 @@ class PhaseRecord:
     predicted_change: float | None = None
     gains: dict[str, float] = field(default_factory=dict)
     new_filters: dict[str, int] = field(default_factory=dict)
+    splits: int = 0
+    negative: int = 0
     unconverged: int = 0
     matvecs: int = 0
     memory: int = 0
@@ -246,6 +248,8 @@ def _phase(where: str, record: dict[str, Any]) -> PhaseRecord:
         predicted_change=_number(where, record, "predicted_change"),
         gains=_numbers(where, record, "gains"),
         new_filters=_counts(where, record, "new_filters", {}),
+        splits=_count(where, record, "splits", 0),
+        negative=_count(where, record, "negative", 0),
         unconverged=_count(where, record, "unconverged", 0),
         matvecs=_count(where, record, "matvecs", 0),
         memory=_count(where, record, "memory", 0),
