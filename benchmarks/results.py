@@ -28,6 +28,7 @@ from s3d_fast import env, recipes, report
 from s3d_fast.checkpoint import load_grown
 from s3d_fast.commands.inspect import recipe_of, saved_network
 from s3d_fast.recipes.running import make_network
+from s3d_fast.schemes import split_gain
 
 SEEDS = (0, 1, 2)
 BOUNDS = (1.0, 1.1, 1.3, 1.5, 2.0)
@@ -79,6 +80,13 @@ def experiments(out: Path) -> list[Experiment]:
                     for c in BOUNDS
                     if c not in (1.0, 1.3)
                 ]
+    # What a bound changes that lets a good part of the splits be signed, and what longer training changes.
+    for seed in SEEDS:
+        trained = out / f"cifar100-mobilenet-seed-{seed}" / "network-000.safetensors"
+        start = ("--seed", str(seed), "--start", str(trained), "--c", "5")
+        found.append(Experiment(f"cifar100-mobilenet-c5-{seed}", "cifar100-mobilenet", start, trained))
+    longer = ("--seed", "0", "--steps", "1", "--epochs", "20")
+    found.append(Experiment("cifar100-mobilenet-longer-0", "cifar100-mobilenet", longer))
     return found
 
 
@@ -152,7 +160,7 @@ def time_forward(options: argparse.Namespace) -> None:
 
 
 def _in_turns(models: list[torch.nn.Module], x: torch.Tensor, rounds: int = 15) -> list[float]:
-    """Return the median seconds of each model's forward pass; the models take turns, so that all meet the same noise."""
+    """Return the median seconds of each model's forward pass; they take turns, so that all meet the same noise."""
     seconds: list[list[float]] = [[] for _ in models]
     with torch.no_grad():
         for _ in range(rounds + 2):
@@ -189,7 +197,7 @@ def summary(options: argparse.Namespace) -> None:
                     "train_loss": phase.epochs[-1].loss if phase.epochs else None,
                     "predicted": phase.predicted,
                     "measured": phase.measured,
-                    "negative": None,
+                    **_signs(found, phase),
                     "seconds": phase.seconds,
                 }
                 for phase in found.phases
@@ -202,6 +210,18 @@ def summary(options: argparse.Namespace) -> None:
         "forward": json.loads(forward.read_text()) if forward.exists() else {},
     }
     (ROOT / "docs" / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _signs(run: report.Run, phase: report.PhaseRecord) -> dict[str, int]:
+    """Return how many neurons a phase split along eigenvectors, and how many of them into copies of both signs."""
+    if not phase.is_split or run.method not in ("s3d", "s2d"):
+        return {}
+    spectra = report.read_spectra(run.folder, phase.index).values()
+    low, high = (torch.cat([torch.from_numpy(pair[end]) for pair in spectra]) for end in (0, 1))
+    c = run.settings["c"] if run.method == "s3d" else 1.0
+    gain = split_gain(low, high, 2, c)
+    chosen = gain.argsort(stable=True)[: round(run.settings["fraction"] * len(gain))]
+    return {"splits": len(chosen), "negative": int((gain < low.clamp(max=0))[chosen].sum())}
 
 
 def main() -> None:

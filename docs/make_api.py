@@ -6,22 +6,22 @@ import inspect
 from pathlib import Path
 
 import s3d_fast
-import s3d_fast.models as models
+from s3d_fast import data, models, recipes, report, schedules, visualize
 
 
 def api() -> str:
     """Return the text of docs/api.md."""
     lines = ["# Public names", "", "Made from the docstrings by `python docs/make_api.py`; `help(name)` says more.", ""]
-    for title, module in (("s3d_fast", s3d_fast), ("s3d_fast.models", models)):
-        lines += [f"## {title}", "", "| name | what it is |", "|---|---|"]
+    for module in (s3d_fast, models, schedules, data, recipes, report, visualize):
+        lines += [f"## {module.__name__}", "", "| name | what it is |", "|---|---|"]
         for name in sorted(module.__all__, key=str.lower):
             item = getattr(module, name)
+            if not callable(item) and not inspect.ismodule(item):
+                # A constant has no docstring of its own.
+                continue
             first = (inspect.getdoc(item) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-            call = (
-                ""
-                if inspect.isclass(item) or inspect.ismodule(item)
-                else f"({', '.join(inspect.signature(item).parameters)})"
-            )
+            is_function = callable(item) and not inspect.isclass(item)
+            call = f"({', '.join(inspect.signature(item).parameters)})" if is_function else ""
             lines.append(f"| `{name}{call}` | {first} |")
         lines.append("")
     return "\n".join(lines)

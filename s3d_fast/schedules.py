@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from s3d_fast import checks
 
+__all__ = ["constant", "cosine", "step_decay", "warmed_up"]
+
 Schedule = Callable[[float], float]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class EpochTrainer:
             device has, which on a CPU is fp32.
         channels_last: keep images and filters with their channels innermost, which convolutions are faster with.
         compile: train through torch.compile; it compiles anew in every phase, since the layers have other sizes.
-        progress: show a bar over the batches, with samples per second and the time left.
+        progress: show a bar with samples per second and the time left.
     """
 
     def __init__(
@@ -88,51 +89,71 @@ class EpochTrainer:
             ValueError: the loss is not finite.
         """
         device = next(model.parameters()).device
-        autocast, scaler = self._mixed_precision(device)
         if self.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        step = _Step(torch.compile(model) if self.compile else model, optimizer, self.loss_fn, self.precision, device)
         rates = [group["lr"] for group in optimizer.param_groups]
-        forward = torch.compile(model) if self.compile else model
         model.train()
-        length = len(self.loader) if isinstance(self.loader, Sized) else None
-        total = None if length is None else length * self.epochs
-        with tqdm(
-            total=total, initial=start * (length or 0), desc=f"phase {phase}", unit="batch", disable=not self.progress
-        ) as bar:
+        with tqdm(desc=f"phase {phase}", unit=" samples", disable=not self.progress) as bar:
             for epoch in range(start, self.epochs):
                 before_epoch(epoch)
-                began, samples, batches = time.perf_counter(), 0, 0
-                # On the device: reading the loss after every batch would make a GPU wait.
-                sum_of_losses = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else None, device=device)
-                for batch in self.loader:
-                    factor = self.schedule(epoch + batches / length if length else float(epoch))
-                    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                        group["lr"] = rate * factor
-                    batch = moved(batch, device, self.channels_last)
-                    optimizer.zero_grad(set_to_none=True)
-                    with autocast:
-                        loss = batch_loss(forward, self.loss_fn, batch)
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                    sum_of_losses += loss.detach()
-                    samples, batches = samples + _samples(batch), batches + 1
-                    bar.update()
-                seconds, mean = time.perf_counter() - began, float(sum_of_losses) / max(batches, 1)
-                if not abs(mean) < float("inf"):
-                    raise ValueError(f"the training loss is not finite in phase {phase}, epoch {epoch}: {mean}")
-                bar.set_postfix(loss=f"{mean:.4g}", samples_per_s=f"{samples / seconds:.0f}")
-                after_epoch(Epoch(epoch, mean, optimizer.param_groups[0]["lr"], seconds, samples))
+                record = self._epoch(epoch, start, step, optimizer, rates, bar)
+                if not math.isfinite(record.loss):
+                    raise ValueError(f"the training loss is not finite in phase {phase}, epoch {epoch}: {record.loss}")
+                bar.set_postfix(epoch=epoch, loss=f"{record.loss:.4g}")
+                after_epoch(record)
 
-    def _mixed_precision(self, device: torch.device) -> tuple[torch.autocast, torch.amp.GradScaler]:
-        name = self.precision
-        if name == "auto":
-            name = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-        autocast = torch.autocast(device.type, PRECISIONS[name], enabled=True) if name != "fp32" else None
-        return (
-            autocast or torch.autocast(device.type, enabled=False),
-            torch.amp.GradScaler(device.type, enabled=name == "fp16"),
-        )
+    def _epoch(
+        self, epoch: int, start: int, step: _Step, optimizer: torch.optim.Optimizer, rates: list[float], bar: Any
+    ) -> Epoch:
+        length = len(self.loader) if isinstance(self.loader, Sized) else None
+        began, samples, batches = time.perf_counter(), 0, 0
+        # Kept on the device: reading the loss after every batch would make a GPU wait.
+        total = torch.zeros((), dtype=torch.float64, device=step.device)
+        for batch in self.loader:
+            factor = self.schedule(epoch + batches / length if length else float(epoch))
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            batch = moved(batch, step.device, self.channels_last)
+            total += step(batch)
+            count = _samples(batch)
+            samples, batches = samples + count, batches + 1
+            if bar.total is None and length is not None:
+                # Batches are of one size, which is known now.
+                bar.total, bar.n = length * self.epochs * count, start * length * count
+            bar.update(count)
+        mean = float(total) / max(batches, 1)
+        return Epoch(epoch, mean, optimizer.param_groups[0]["lr"], time.perf_counter() - began, samples)
+
+
+class _Step:
+    """One update of the parameters, in a given precision."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[Any, Any], Tensor],
+        precision: str,
+        device: torch.device,
+    ) -> None:
+        if precision == "auto":
+            precision = "fp32" if device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        self.model, self.optimizer, self.loss_fn, self.device = model, optimizer, loss_fn, device
+        mixed = precision != "fp32"
+        self.autocast = torch.autocast(device.type, PRECISIONS[precision] if mixed else None, enabled=mixed)
+        # The gradients of fp16 are too small to be represented unless the loss is scaled.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the loss before the update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast:
+            loss = batch_loss(self.model, self.loss_fn, batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
 
 
 def moved(batch: Any, device: torch.device, channels_last: bool = False) -> Any:

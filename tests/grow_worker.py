@@ -27,17 +27,24 @@ from s3d_fast import growth
 from s3d_fast.models.mlp import MLP
 
 PHASES = 3
+EPOCHS = 3
 CALLS = {"capture": "capture", "solve": "extremal_eigenpairs", "select": "select", "split": "apply_splits"}
-WRITES = ("network", "phase")
+WRITES = ("epoch", "network", "phase")
 STAGES = [
     *((stage, phase) for phase in (0, 1) for stage in ("train", "evaluate", *CALLS)),
     *((f"{how}-{file}", phase) for phase in (0, 1, 2) for file in WRITES for how in ("half", "before", "after")),
+    *((f"{how}-spectra", phase) for phase in (0, 1) for how in ("half", "before", "after")),
     ("train", 2),
     ("evaluate", 2),
 ]
 # Where a run dies, and where the run that resumes it dies again.
 SCENARIOS = {f"{stage}-{phase}": [(stage, phase)] for stage, phase in STAGES} | {
-    "again-and-again": [("half-phase", 0), ("train", 0), ("split", 1), ("half-network", 2), ("half-phase", 2)]
+    "again-and-again": [("half-phase", 0), ("train", 0), ("split", 1), ("half-network", 2), ("half-phase", 2)],
+    "epoch-left": [("after-epoch", 1), ("half-epoch", 1)],
+    # Each run but those that die in a file gets one epoch further.
+    "epoch-by-epoch": [("after-epoch", 0)] * EPOCHS
+    + [("half-epoch", 1), ("after-epoch", 1), ("before-epoch", 1), ("half-epoch", 1), ("after-epoch", 1)]
+    + [("half-phase", 1), ("after-epoch", 2), ("half-network", 2)],
 }
 
 
@@ -63,7 +70,7 @@ def grower(out: str | Path | None, **options: Any) -> s3d.Grower:
     model = MLP([2, 4, 4, 3], batchnorm=True)
     loader = DataLoader(TensorDataset(x, target), batch_size=16, shuffle=True)
     arguments: dict[str, Any] = {
-        "train": s3d.EpochTrainer(loader, nn.functional.cross_entropy, epochs=3),
+        "train": s3d.EpochTrainer(loader, nn.functional.cross_entropy, epochs=EPOCHS),
         "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
         "phases": PHASES,
         "eps": 0.05,
@@ -94,8 +101,11 @@ def arm(run: s3d.Grower, stage: str, phase: int) -> None:
 
     if stage in CALLS:
         setattr(growth, CALLS[stage], then_die(getattr(growth, CALLS[stage])))
-    elif stage in ("train", "evaluate"):
-        setattr(run, stage, then_die(getattr(run, stage)))
+    elif stage == "train":
+        # Not that of the Grower's trainer alone: only an EpochTrainer is resumed after an epoch.
+        s3d.EpochTrainer.__call__ = then_die(s3d.EpochTrainer.__call__)
+    elif stage == "evaluate":
+        run.evaluate = then_die(run.evaluate)
     else:
         how, _, file = stage.partition("-")
         arm_file(how, f"{file}-{phase:03d}")
@@ -142,6 +152,18 @@ class Half:
         self.stream.flush()
         die()
         return 0
+
+
+def epochs_kept(deaths: list[tuple[str, int]]) -> int:
+    """Return how many epochs, over all phases, need not be trained again after the deaths of a scenario."""
+    kept = 0
+    for stage, phase in deaths:
+        kept = max(kept, EPOCHS * phase)
+        if not stage.endswith("-epoch"):
+            kept = EPOCHS * (phase + 1)
+        elif stage == "after-epoch":
+            kept += 1
+    return kept
 
 
 def killed(folder: Path, stage: str, phase: int) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -587,7 +588,6 @@ class TestModelNet:
         self.check(data.modelnet40(tmp_path / "modelnet40_train.npz", points=16))
 
     def test_hdf5(self, tmp_path: Path) -> None:
-        h5py = pytest.importorskip("h5py")
         clouds = random_clouds(9, 20)
         folder = tmp_path / "modelnet40_ply_hdf5_2048"
         folder.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import s3d_fast as s3d
 from s3d_fast import growth
+from s3d_fast.baselines import random_plan
 from s3d_fast.models.mlp import MLP
 from tests import grow_worker
 
@@ -74,6 +76,26 @@ def record(history: list[s3d.Phase]) -> list[dict[str, Any]]:
         {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in phase.items()}
         for phase in phases
     ]
+
+
+def refused(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def history_file(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of history.jsonl, which must be strict JSON."""
+    text = (folder / "history.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refused) for line in text.splitlines()]
+
+
+def as_strict(value: Any) -> Any:
+    """Return plain data as strict JSON holds it: what is not finite is None."""
+    if isinstance(value, dict):
+        return {key: as_strict(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [as_strict(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parameters(model: nn.Module) -> int:
@@ -345,6 +367,263 @@ def test_a_run_with_any_optimizer_resumes(optimizer: Callable[..., torch.optim.O
     assert_same_tensors(state(resumed), state(uninterrupted))
 
 
+class Interrupted:
+    """The batches of a loader; the epoch of a number, counted over all phases, ends with an interruption."""
+
+    def __init__(self, epoch: int | None = None) -> None:
+        x, target = grow_worker.data()
+        self.loader = DataLoader(TensorDataset(x, target), batch_size=16, shuffle=True)
+        self.epoch, self.begun = epoch, 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        for index, batch in enumerate(self.loader):
+            if self.begun - 1 == self.epoch and index == 1:
+                raise KeyboardInterrupt
+            yield batch
+
+
+def four_epochs(folder: Path | None, loader: Interrupted, **options: Any) -> s3d.Grower:
+    """Return a Grower whose rates depend on the epoch, and whose phases have four."""
+    trainer = s3d.EpochTrainer(loader, cross_entropy, epochs=4, schedule=s3d.schedules.cosine(4))
+    return grow_worker.grower(folder, train=trainer, **options)
+
+
+@pytest.fixture(scope="module")
+def whole_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s3d.Grower]:
+    """The folder and the Grower of such a run that nothing disturbed."""
+    folder, loader = tmp_path_factory.mktemp("whole-epochs"), Interrupted()
+    run = four_epochs(folder, loader)
+    run.run()
+    assert loader.begun == 12
+    return folder, run
+
+
+def without_seconds(epochs: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in epoch.items() if name != "seconds"} for epoch in epochs]
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 3, 4, 6, 7, 9, 11])
+def test_a_phase_goes_on_after_its_last_finished_epoch(
+    epoch: int, tmp_path: Path, whole_epochs: tuple[Path, s3d.Grower]
+) -> None:
+    run = four_epochs(tmp_path, Interrupted(epoch))
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    phase, finished = divmod(epoch, 4)
+    kept = [f"epoch-{phase:03d}.safetensors"] if finished else []
+    assert [path.name for path in tmp_path.glob("epoch-*")] == kept
+    if epoch:
+        # What has happened so far can be read, the phase that is unfinished too.
+        lines = history_file(tmp_path)
+        assert [len(line["epochs"]) for line in lines] == [4] * phase + [finished] * bool(finished)
+        assert [line["index"] for line in lines] == list(range(len(lines)))
+
+    loader = Interrupted()
+    resumed = four_epochs(tmp_path, loader)
+    resumed.run(resume=True)
+    assert loader.begun == 12 - epoch
+    assert_same_tensors(state(resumed), state(whole_epochs[1]))
+    assert record(resumed.history) == record(whole_epochs[1].history)
+    for one, other in zip(resumed.history, whole_epochs[1].history, strict=True):
+        assert without_seconds(one.epochs) == without_seconds(other.epochs)
+        assert one.seconds["train"] >= sum(entry["seconds"] for entry in one.epochs)
+    assert_like_the_whole_run(tmp_path, whole_epochs[0])
+
+
+def test_a_run_interrupted_in_every_epoch_ends_the_same(tmp_path: Path, whole_epochs: tuple[Path, s3d.Grower]) -> None:
+    for _ in range(11):
+        # Each run trains one epoch and begins another.
+        loader = Interrupted(1)
+        with pytest.raises(KeyboardInterrupt):
+            four_epochs(tmp_path, loader).run(resume=True)
+        assert loader.begun == 2
+    resumed = four_epochs(tmp_path, Interrupted())
+    resumed.run(resume=True)
+    assert_same_tensors(state(resumed), state(whole_epochs[1]))
+    assert_like_the_whole_run(tmp_path, whole_epochs[0])
+
+
+def test_every_epoch_is_recorded(whole_epochs: tuple[Path, s3d.Grower]) -> None:
+    for phase in whole_epochs[1].history:
+        assert [epoch["epoch"] for epoch in phase.epochs] == [0, 1, 2, 3]
+        assert [epoch["samples"] for epoch in phase.epochs] == [48] * 4
+        # The last of three batches, of four epochs along a cosine from 0.02.
+        rates = [0.01 * (1 + math.cos(math.pi * (epoch + 2 / 3) / 4)) for epoch in range(4)]
+        assert [epoch["learning_rate"] for epoch in phase.epochs] == pytest.approx(rates)
+        assert all(math.isfinite(epoch["loss"]) for epoch in phase.epochs)
+
+
+def test_epochs_that_are_not_needed_any_more_are_removed(whole_epochs: tuple[Path, s3d.Grower]) -> None:
+    names = sorted(path.name for path in whole_epochs[0].iterdir())
+    networks, phases = ([f"{kind}-{index:03d}.safetensors" for index in range(3)] for kind in ("network", "phase"))
+    spectra = ["spectra-000.safetensors", "spectra-001.safetensors"]
+    assert names == ["history.jsonl", *networks, *phases, *spectra]
+
+
+def test_the_history_is_in_a_file(whole_epochs: tuple[Path, s3d.Grower]) -> None:
+    folder, run = whole_epochs
+    assert history_file(folder) == [as_strict(asdict(phase)) for phase in run.history]
+    assert history_file(folder)[-1]["loss"] is None
+
+
+def test_history_of_a_run_that_has_stopped(tmp_path: Path) -> None:
+    run = grow_worker.grower(tmp_path)
+    run.loss_fn = lambda output, target: 0 * output.sum()
+    run.run()
+    assert history_file(tmp_path) == [as_strict(asdict(phase)) for phase in run.history]
+    assert len(run.history) == 1
+    assert not list(tmp_path.glob("epoch-*"))
+
+
+def test_spectra_are_those_of_the_trained_network(tmp_path: Path) -> None:
+    run = smooth_grower(out=tmp_path, solver={"tol": 1e-9, "solver": "exact"})
+    run.run()
+    x, target = grow_worker.data(dtype=torch.float64)
+    assert sorted(path.name for path in tmp_path.glob("spectra-*")) == [
+        f"spectra-{index:03d}.safetensors" for index in range(3)
+    ]
+    for phase in run.history[:-1]:
+        model = MLP([2, 4, 3]).double()
+        s3d.load_grown(model, tmp_path / f"network-{phase.index:03d}.safetensors")
+        graph = s3d.trace(model, x[:2])
+        spectra = s3d.extremal_eigenpairs(s3d.capture(model, cross_entropy, [(x, target)], graph), solver="exact")
+        saved = load_file(tmp_path / f"spectra-{phase.index:03d}.safetensors")
+        assert set(saved) == {f"{name}/{end}" for name in graph.units for end in ("lambda_min", "lambda_max")}
+        for name, spectrum in spectra.items():
+            torch.testing.assert_close(saved[f"{name}/lambda_min"], spectrum.lambda_min.float(), rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(saved[f"{name}/lambda_max"], spectrum.lambda_max.float(), rtol=1e-6, atol=1e-9)
+
+
+def test_spectra_are_written_for_the_units_that_may_be_split(tmp_path: Path) -> None:
+    grow_worker.grower(tmp_path, units=["layers.3"]).run()
+    for index in (0, 1):
+        saved = load_file(tmp_path / f"spectra-{index:03d}.safetensors")
+        assert set(saved) == {"layers.3/lambda_min", "layers.3/lambda_max"}
+
+
+def test_a_selection_may_depend_on_phase_and_graph(tmp_path: Path) -> None:
+    def selection(phase: int, graph: s3d.Graph) -> dict[str, Any]:
+        return {"c": 1.3, "top_k": phase + 1, "caps": {name: 12 - width for name, width in graph.widths().items()}}
+
+    asked = []
+
+    def noted(phase: int, graph: s3d.Graph) -> dict[str, Any]:
+        asked.append((phase, graph.widths()))
+        return selection(phase, graph)
+
+    run = grow_worker.grower(tmp_path, selection=noted)
+    asked.clear()
+    history = run.run()
+    assert [sum(phase.new_filters.values()) for phase in history] == [1, 2, 0]
+    assert asked == [(phase.index, phase.widths) for phase in history[:2]]
+
+
+def test_a_bad_selection_from_a_function_fails_before_training() -> None:
+    with pytest.raises(ValueError, match="fraction"):
+        grow_worker.grower(None, train=never, selection=lambda phase, graph: {"fraction": 2.0})
+
+
+def chosen_by_hand(phase: int, graph: s3d.Graph) -> s3d.SplitPlan:
+    """Split one neuron, that of the phase's number, of the second unit."""
+    unit = graph.units["layers.3"]
+    offset = torch.zeros(2, unit.fan_in)
+    offset[:, 0] = torch.tensor([1.0, -1.0])
+    return s3d.SplitPlan(graph, [s3d.NeuronSplit("layers.3", phase, torch.tensor([0.5, 0.5]), offset, -2.0)])
+
+
+def test_a_plan_may_be_made_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = grow_worker.grower(tmp_path, plan=chosen_by_hand)
+    plans = plans_of(monkeypatch, run)
+    assert [[split.neuron for split in plan.splits] for plan in plans] == [[0], [1]]
+    assert [phase.widths for phase in run.history] == [{"layers.0": 4, "layers.3": 4 + index} for index in range(3)]
+    for phase in run.history[:-1]:
+        assert phase.new_filters == {"layers.3": 1}
+        assert phase.gains == {"layers.3": -2.0}
+        assert phase.predicted_change == pytest.approx(0.05**2 / 2 * -2)
+        assert math.isfinite(phase.loss)
+        assert math.isfinite(phase.split_loss)
+        # Nobody needs eigenvalues.
+        assert set(phase.seconds) == {"train", "evaluate", "select", "split"}
+        assert (phase.matvecs, phase.memory) == (0, 0)
+    assert not list(tmp_path.glob("spectra-*"))
+
+
+def test_a_run_with_random_plans_resumes(tmp_path: Path) -> None:
+    def grower(folder: Path | None, loader: Interrupted) -> s3d.Grower:
+        return four_epochs(
+            folder, loader, plan=lambda phase, graph: random_plan(graph, list(graph.units), {"fraction": 0.5})
+        )
+
+    uninterrupted = grower(None, Interrupted())
+    uninterrupted.run()
+    with pytest.raises(KeyboardInterrupt):
+        grower(tmp_path, Interrupted(6)).run()
+    resumed = grower(tmp_path, Interrupted())
+    resumed.run(resume=True)
+    assert_same_tensors(state(resumed), state(uninterrupted))
+    # Gains that nobody has computed are null.
+    assert all(gain is None for line in history_file(tmp_path)[:2] for gain in line["gains"].values())
+    assert history_file(tmp_path) == [as_strict(asdict(phase)) for phase in resumed.history]
+
+
+def test_growth_stops_where_the_plan_is_empty() -> None:
+    run = grow_worker.grower(None, plan=lambda phase, graph: s3d.SplitPlan(graph, []))
+    run.run()
+    assert len(run.history) == 1
+    assert run.stopped is not None
+
+
+def test_a_trained_model_is_not_trained_before_its_first_split(tmp_path: Path) -> None:
+    loader = Interrupted()
+    run = four_epochs(tmp_path, loader, trained=True)
+    before = state(run)
+    history = run.run()
+    assert loader.begun == 8
+    assert [len(phase.epochs) for phase in history] == [0, 4, 4]
+    model = MLP([2, 4, 4, 3], batchnorm=True)
+    s3d.load_grown(model, tmp_path / "network-000.safetensors")
+    assert_same_tensors(dict(model.state_dict()), before)
+    assert history[0].metrics == grow_worker.accuracy(model)
+    assert history[0].is_split
+
+
+def test_a_trained_model_is_another_run(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        four_epochs(tmp_path, Interrupted(5)).run()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="trained"):
+        four_epochs(tmp_path, Interrupted(), trained=True).run(resume=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_every_phase_is_told_when_it_is_saved(tmp_path: Path) -> None:
+    def told(loader: Interrupted) -> list[int]:
+        """Resume the run and return the phases that were told."""
+        phases = []
+
+        def after_phase(phase: s3d.Phase) -> None:
+            assert run.history[-1] is phase
+            assert (tmp_path / f"phase-{phase.index:03d}.safetensors").exists()
+            assert history_file(tmp_path)[-1] == as_strict(asdict(phase))
+            phases.append(phase.index)
+
+        run = four_epochs(tmp_path, loader, after_phase=after_phase)
+        try:
+            run.run(resume=True)
+        except KeyboardInterrupt:
+            assert loader.epoch is not None
+        return phases
+
+    assert told(Interrupted(6)) == [0]
+    assert told(Interrupted(1)) == []
+    assert told(Interrupted()) == [1, 2]
+    assert told(Interrupted()) == []
+
+
 def test_the_interrupted_grower_itself_can_resume(tmp_path: Path, whole: tuple[Path, s3d.Grower]) -> None:
     run = grow_worker.grower(tmp_path)
     train = run.train
@@ -420,10 +699,15 @@ def test_a_killed_run_resumes(
     # What has a final name is complete, however the process ended.
     for path in folder.glob("*.safetensors"):
         load_file(path)
-    run = grow_worker.grower(folder)
+    run, loader = grow_worker.grower(folder), Interrupted()
+    assert isinstance(run.train, s3d.EpochTrainer)
+    run.train.loader = loader
     run.run(resume=True)
+    deaths = grow_worker.SCENARIOS[scenario]
+    assert loader.begun == grow_worker.PHASES * grow_worker.EPOCHS - grow_worker.epochs_kept(deaths)
     assert record(run.history) == record(whole[1].history)
     assert_like_the_whole_run(folder, whole[0])
+    assert history_file(folder) == [as_strict(asdict(phase)) for phase in run.history]
 
 
 def test_a_killed_process_is_resumed_by_another(tmp_path: Path, whole: tuple[Path, s3d.Grower]) -> None:

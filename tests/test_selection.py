@@ -157,11 +157,17 @@ def test_a_fraction_is_a_share_of_all_neurons(fraction: float) -> None:
     assert chosen(plan) == chosen(s3d.select(spectra, graph, c=1, top_k=round(fraction * 20)))
 
 
-def test_the_share_counts_units_without_a_spectrum_too() -> None:
+@pytest.mark.parametrize(("unit", "count"), [("layers.0", 3), ("layers.2", 2)])
+def test_a_fraction_is_a_share_of_the_neurons_with_a_spectrum(unit: str, count: int) -> None:
     graph = mlp_graph(6, 4)
-    spectra = {"layers.0": negative(graph, [[-1.0] * 6, [-1.0] * 4])["layers.0"]}
-    assert len(s3d.select(spectra, graph, c=1, fraction=0.5)) == 5
-    assert s3d.select(spectra, graph, c=1).widths() == {"layers.0": 12, "layers.2": 4}
+    spectra = {unit: negative(graph, [[-1.0, -5.0, -3.0, -2.0, -4.0, -0.5], [-1.0, -3.0, -2.0, -4.0]])[unit]}
+    plan = s3d.select(spectra, graph, c=1, fraction=0.5)
+    assert len(plan) == count
+    assert chosen(plan) == chosen(s3d.select(spectra, graph, c=1, top_k=count))
+    assert {split.unit for split in plan.splits} == {unit}
+    # Without a limit all of them are split, and no others.
+    every = graph.widths() | {unit: 4 * count}
+    assert s3d.select(spectra, graph, c=1).widths() == s3d.select(spectra, graph, c=1, fraction=1.0).widths() == every
 
 
 def test_without_a_limit_every_neuron_that_gains_is_split() -> None:

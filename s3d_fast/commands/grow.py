@@ -144,7 +144,7 @@ class _TensorBoard:
             raise RuntimeError(
                 "events need tensorboard, which is not installed: pip install 's3d_fast[tensorboard]'"
             ) from error
-        self.out, self.epochs = out, 0
+        self.out = out
         self.open: Callable[[str], Any] = SummaryWriter
         self.writer: Any = None
 
@@ -153,9 +153,9 @@ class _TensorBoard:
         if self.writer is None:
             self.writer = self.open(str(self.out / "tensorboard"))
         for epoch in phase.epochs:
-            self.writer.add_scalar("train/loss", epoch["loss"], self.epochs)
-            self.writer.add_scalar("train/learning_rate", epoch["learning_rate"], self.epochs)
-            self.epochs += 1
+            step = phase.index * len(phase.epochs) + int(epoch["epoch"])
+            self.writer.add_scalar("train/loss", epoch["loss"], step)
+            self.writer.add_scalar("train/learning_rate", epoch["learning_rate"], step)
         values = {"size/params": phase.params, "size/macs": phase.macs, "split/predicted": phase.predicted_change}
         values |= {f"test/{name}": value for name, value in phase.metrics.items()}
         for name, value in values.items():

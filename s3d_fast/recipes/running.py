@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,14 @@ def run(job: Job, resume: bool = False) -> list[Phase]:
     """
     if torch.cuda.is_available():
         torch.backends.cudnn.deterministic = True
-    if job.out is not None:
+    # All that can be wrong with the job comes up before its folder is touched.
+    if job.method == "uniform":
+        sizes = uniform_sizes(job)
         _describe(job, resume)
-    return _from_scratch(job, resume) if job.method == "uniform" else _grown(job, resume)
+        return _from_scratch(job, sizes, resume)
+    grower = _growth(job)
+    _describe(job, resume)
+    return grower.run(resume)
 
 
 def make_network(recipe: Recipe, classes: int, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
@@ -199,7 +204,8 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
     )
 
 
-def _grown(job: Job, resume: bool) -> list[Phase]:
+def _growth(job: Job) -> Grower:
+    """Return the Grower that splits neurons by the job's method."""
     recipe = job.recipe
     model = make_network(recipe, job.dataset.classes, job.seed, job.torch_device)
     if job.start is not None:
@@ -227,13 +233,13 @@ def _grown(job: Job, resume: bool) -> list[Phase]:
         plan=by_chance if job.method == "net2net" else None,
         trained=job.start is not None,
         out=job.out,
-    ).run(resume)
+    )
 
 
-def _from_scratch(job: Job, resume: bool) -> list[Phase]:
+def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], resume: bool) -> list[Phase]:
     """Train a network of every size; each is a run of one phase in a folder of its own."""
     recipe, history = job.recipe, []
-    for index, widths in enumerate(uniform_sizes(job)):
+    for index, widths in enumerate(sizes):
         epochs = recipe.epochs * (index + 1 if job.scratch == "total" else 1)
         alone = replace(recipe, widths=widths, steps=0, epochs=epochs)
         model = make_network(alone, job.dataset.classes, job.seed, job.torch_device)
@@ -241,7 +247,7 @@ def _from_scratch(job: Job, resume: bool) -> list[Phase]:
         (phase,) = _grower(replace(job, after_phase=lambda phase: None), alone, model, phases=1, out=out).run(resume)
         history.append(replace(phase, index=index))
         if job.out is not None:
-            RunFolder(job.out).write_history([_plain(past) for past in history])
+            RunFolder(job.out).write_history([asdict(past) for past in history])
         job.after_phase(history[-1])
     return history
 
@@ -269,17 +275,14 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
     return [baselines.scaled_widths(recipe.widths, phase.params, size) for phase in phases[: recipe.steps + 1]]
 
 
-def _plain(phase: Phase) -> dict[str, Any]:
-    return {name: getattr(phase, name) for name in phase.__dataclass_fields__}
-
-
 def _describe(job: Job, resume: bool) -> None:
     """Write run.json: what the run is, and where it runs.
 
     Raises:
         ValueError: the folder holds another run.
     """
-    assert job.out is not None
+    if job.out is None:
+        return
     about = {
         "recipe": job.recipe.name,
         "preset": job.preset,

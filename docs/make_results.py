@@ -1,0 +1,190 @@
+"""Put the figures of the experiments, docs/results.json, into docs/results.md: python docs/make_results.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+CIFAR, MODELNET = "cifar100-mobilenet", "modelnet40-dgcnn"
+EIGEN_STAGES = ("capture", "solve", "select", "split")
+Run = dict[str, Any]
+
+
+def document() -> str:
+    """Return the text of docs/results.md with its tables as they should be."""
+    results = json.loads((DOCS / "results.json").read_text())
+    runs = results["runs"]
+    parts = {
+        "machine": f"{results['environment']['processor']}; torch {results['environment']['torch']}, "
+        f"Python {results['environment']['python']}; one thread per run, two runs at a time.\n",
+        "commands": commands(runs),
+        "cifar100": growth(runs, CIFAR, ("s3d", "s2d", "net2net", "uniform", "c5")),
+        "paired": paired(runs),
+        "bounds": bounds(runs),
+        "modelnet40": growth(runs, MODELNET, ("s3d", "s2d")),
+        "forward": forward(results),
+        "signs": signs(runs),
+        "shares": shares(runs),
+        "promises": promises(runs),
+    }
+    text = (DOCS / "results.md").read_text()
+    for name, part in parts.items():
+        marked = f"(<!-- {name} -->\\n).*?(<!-- end -->)"
+        if not re.search(marked, text, flags=re.S):
+            raise ValueError(f"docs/results.md has no place for {name!r}")
+        text = re.sub(marked, lambda found, part=part: found[1] + part + found[2], text, flags=re.S)
+    return text
+
+
+def commands(runs: dict[str, Run]) -> str:
+    """Return the commands of seed 0."""
+    lines = [run["command"] for name, run in runs.items() if name.endswith("-0")]
+    return "\n".join(["```", *lines, "```", ""])
+
+
+def growth(runs: dict[str, Run], recipe: str, methods: Sequence[str]) -> str:
+    """Return accuracy against parameters after every step, by method: median [least, greatest] over the seeds."""
+    rows = [["step", *(f"{title(method)}: parameters | accuracy" for method in methods)]]
+    found = {method: of(runs, recipe, method) for method in methods}
+    steps = max(len(run["phases"]) for group in found.values() for run in group)
+    for step in range(steps):
+        row = [str(step)]
+        for group in found.values():
+            phases = [run["phases"][step] for run in group if step < len(run["phases"])]
+            row.append(
+                " | ".join(
+                    [
+                        spread([phase["params"] for phase in phases], "{:.0f}"),
+                        spread([100 * phase["accuracy"] for phase in phases], "{:.1f}"),
+                    ]
+                )
+            )
+        rows.append(row)
+    return table(rows)
+
+
+def paired(runs: dict[str, Run]) -> str:
+    """Return by how much each method's last accuracy differs from S2D's, seed by seed."""
+    base = {run["seed"]: run for run in of(runs, CIFAR, "s2d")}
+    rows = [["method", "accuracy after the last step, minus that of S2D: seed by seed", "median"]]
+    for method in ("s3d", "c5", "net2net", "uniform"):
+        group = of(runs, CIFAR, method)
+        differences = [
+            100 * (run["phases"][-1]["accuracy"] - base[run["seed"]]["phases"][-1]["accuracy"]) for run in group
+        ]
+        shown = ", ".join(f"{difference:+.2f}" for difference in differences)
+        rows.append([title(method), shown, f"{statistics.median(differences):+.2f}" if differences else ""])
+    return table(rows)
+
+
+def bounds(runs: dict[str, Run]) -> str:
+    """Return accuracy after one step by c."""
+    by_bound = {1.0: "s2d", 1.1: "c1.1", 1.3: "s3d", 1.5: "c1.5", 2.0: "c2.0", 5.0: "c5"}
+    rows = [["c", "parameters", "accuracy", "signed splits of all"]]
+    for c, method in by_bound.items():
+        group = [run["phases"] for run in of(runs, CIFAR, method)]
+        rows.append(
+            [
+                f"{c:g}",
+                spread([phases[1]["params"] for phases in group], "{:.0f}"),
+                spread([100 * phases[1]["accuracy"] for phases in group], "{:.2f}"),
+                ", ".join(f"{phases[0]['negative']} of {phases[0]['splits']}" for phases in group),
+            ]
+        )
+    return table(rows)
+
+
+def forward(results: dict[str, Any]) -> str:
+    """Return forward times of the grown DGCNNs, relative to the full-width network."""
+    rows = [["step", *(f"{title(method)}: forward time" for method in ("s3d", "s2d"))]]
+    times = results["forward"]
+    groups = {
+        method: [entry["relative"] for name, entry in times.items() if f"-{method}-" in name]
+        for method in ("s3d", "s2d")
+    }
+    rows += [
+        [str(step), *(spread([one[step] for one in group], "{:.2f}") for group in groups.values())]
+        for step in range(len(groups["s3d"][0]))
+    ]
+    full = next(iter(times.values()))["full_params"]
+    return table(rows) + f"\nRelative to the network with the full widths, which has {full} parameters.\n"
+
+
+def signs(runs: dict[str, Run]) -> str:
+    """Return how many splits had a negative weight, by step."""
+    rows = [["run", *(f"step {step}" for step in range(1, 5))]]
+    for recipe, methods in ((CIFAR, ("s3d", "c5", "longer")), (MODELNET, ("s3d",))):
+        for method in methods:
+            group = [
+                [f"{phase['negative']} of {phase['splits']}" for phase in run["phases"] if "splits" in phase]
+                for run in of(runs, recipe, method)
+            ]
+            steps = max(map(len, group), default=0)
+            cells = ["; ".join(one[step] for one in group if step < len(one)) for step in range(steps)]
+            rows.append([f"{recipe}, {title(method)}", *cells, *[""] * (4 - steps)])
+    return table(rows)
+
+
+def shares(runs: dict[str, Run]) -> str:
+    """Return the share of all time that the eigen phase takes, in runs by S3D, the seed's training included."""
+    rows = [["recipe", "eigen phase", "of which capture", "solve", "select", "split"]]
+    for recipe in (CIFAR, MODELNET):
+        seeds = {run["seed"]: run for run in of(runs, recipe, "seed")}
+        found = []
+        for run in of(runs, recipe, "s3d"):
+            phases = [*seeds[run["seed"]]["phases"], *run["phases"]]
+            total = sum(sum(phase["seconds"].values()) for phase in phases)
+            stages = [sum(phase["seconds"].get(stage, 0.0) for phase in phases) / total for stage in EIGEN_STAGES]
+            found.append([sum(stages), *stages])
+        rows.append([recipe, *(spread([100 * one[i] for one in found], "{:.2f}") + " %" for i in range(5))])
+    return table(rows)
+
+
+def promises(runs: dict[str, Run]) -> str:
+    """Return the measured change of the loss over the predicted one, of every split along eigenvectors."""
+    rows = [["recipe", "splitting steps", "measured / predicted change: median", "least", "greatest"]]
+    for recipe in (CIFAR, MODELNET):
+        ratios = [
+            phase["measured"] / phase["predicted"]
+            for run in runs.values()
+            if run["recipe"] == recipe and run["method"] in ("s3d", "s2d")
+            for phase in run["phases"]
+            if phase["measured"] is not None and phase["predicted"]
+        ]
+        rows.append([recipe, str(len(ratios)), *(f"{f(ratios):.2f}" for f in (statistics.median, min, max))])
+    return table(rows)
+
+
+def of(runs: dict[str, Run], recipe: str, method: str) -> list[Run]:
+    """Return the runs of a method, by seed."""
+    return [run for name, run in runs.items() if re.fullmatch(rf"{recipe}-{re.escape(method)}-\d+", name)]
+
+
+def title(method: str) -> str:
+    """Return how tables call a method."""
+    names = {"s3d": "S3D c=1.3", "s2d": "S2D", "c5": "S3D c=5", "longer": "S3D c=1.3, 20 epochs"}
+    return names.get(method, method)
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Return the median, and the least and the greatest where they differ."""
+    if not values:
+        return ""
+    middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
+    return middle if low == high else f"{middle} [{low}, {high}]"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; cells may hold several columns, divided by bars."""
+    head, *rest = ("| " + " | ".join(row) + " |" for row in rows)
+    columns = head.count("|") - 1
+    return "\n".join([head, "|" + "---|" * columns, *rest, ""])
+
+
+if __name__ == "__main__":
+    (DOCS / "results.md").write_text(document())
