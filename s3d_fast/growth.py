@@ -306,18 +306,22 @@ class Grower:
         tensors |= {f"optimizer/{name}": tensor for name, tensor in state.items()}
         generators, plain = random_state()
         tensors |= {f"random/{name}": tensor for name, tensor in generators.items()}
-        phases = [asdict(past) for past in self.history]
         record = {
             "sizes": checkpoint.layer_sizes(self.model),
             "groups": groups,
-            "history": phases,
+            "history": [asdict(past) for past in self.history],
             "unfinished": None if unfinished is None else asdict(unfinished),
             "random": plain,
             "stopped": self.stopped,
             "settings": self._settings(),
         }
         checkpoint.write(self.folder.file(kind, index), tensors, record)
-        self.folder.write_history(phases if unfinished is None else [*phases, asdict(unfinished)])
+        self._write_history(unfinished)
+
+    def _write_history(self, unfinished: Phase | None) -> None:
+        assert self.folder is not None
+        phases = self.history if unfinished is None else [*self.history, unfinished]
+        self.folder.write_history([asdict(phase) for phase in phases])
 
     def _restore(self, path: Path) -> None:
         tensors, record = checkpoint.read(path)
@@ -337,3 +341,5 @@ class Grower:
         self.stopped = record["stopped"]
         if record["unfinished"] is not None:
             self._unfinished = (Phase(**record["unfinished"]), parts["random"], record["random"])
+        # A process that was killed may have written the checkpoint and not the history.
+        self._write_history(self._unfinished[0] if self._unfinished else None)
