@@ -2,7 +2,8 @@
 
 from s3d_fast import schedules
 from s3d_fast.activations import Activation, Gaussian, activation, activation_names
-from s3d_fast.capture import Captured, capture
+from s3d_fast.capture import Captured, capture, plan_capture
+from s3d_fast.capture_plan import CapturePlan
 from s3d_fast.checkpoint import load_grown, save_grown
 from s3d_fast.costs import Cost, count, marginal
 from s3d_fast.graph import Graph, Unit
@@ -11,6 +12,7 @@ from s3d_fast.incoming import Incoming, incoming_edges
 from s3d_fast.layers import register_layer
 from s3d_fast.operators import (
     ConvOperator,
+    DenseOperator,
     EdgeConvOperator,
     PointwiseOperator,
     SplittingOperator,
@@ -38,9 +40,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activation",
+    "CapturePlan",
     "Captured",
     "ConvOperator",
     "Cost",
+    "DenseOperator",
     "EdgeConvOperator",
     "EpochTrainer",
     "Gaussian",
@@ -71,6 +75,7 @@ __all__ = [
     "load_grown",
     "marginal",
     "optimal_split",
+    "plan_capture",
     "register_layer",
     "save_grown",
     "schedules",

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from s3d_fast import checks, fx_calls, layers, ops
-from s3d_fast.activations import Activation, activation
-from s3d_fast.edgeconv import EdgeConv
+from s3d_fast import checks, memory
+from s3d_fast.batch_capture import BatchCapture
+from s3d_fast.capture_plan import CapturePlan, UnitNeed, decide, scratch_folder
 from s3d_fast.graph import Graph, Unit
-from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator, SumOperator
-from s3d_fast.training import batch_loss
+from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator, add_dense
+from s3d_fast.streaming import DiskStream, Part, RecomputedStream, Stream, StreamedOperator, shell
 from s3d_fast.undisturbed import undisturbed
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Captured(dict[str, SplittingOperator]):
-    """The splitting operator of every captured unit, by name; `loss` is the average over the batches."""
+    """The splitting operator of every captured unit, by name.
+
+    Attributes:
+        loss: the average over the batches.
+        plan: what is kept of every unit, and where.
+        stream: through which units are read again at every step, if any are.
+    """
 
     loss: float = float("nan")
+    plan: CapturePlan
+    stream: Stream | None = None
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that each unit's operator holds on to."""
         return {name: operator.nbytes for name, operator in self.items()}
+
+    def report(self) -> str:
+        """Return what was chosen, and what it has cost so far."""
+        lines = [str(self.plan)]
+        if self.stream is not None:
+            passes = f"{self.stream.passes} passes over {self.plan.batches} batches"
+            lines.append(f"Until now: {passes}, {self.stream.seconds:.3g} s of waiting for them.")
+        return "\n".join(lines)
 
 
 def capture(
@@ -42,6 +57,8 @@ def capture(
     units: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     sharpness: float | None = None,
+    memory_budget: int | str | None = None,
+    scratch: str | os.PathLike[str] | bool = True,
     progress: bool = False,
 ) -> Captured:
     """Return the splitting operators of a model's units on some data, averaged over the batches.
@@ -60,122 +77,179 @@ def capture(
         units: names of the units to capture; all by default.
         dtype: in which rows and coefficients are kept: float32, float64 or bfloat16; by default as they come.
         sharpness: of the softplus that stands in for kinks of activations; 3 by default.
+        memory_budget: the bytes, as a number or as a text such as "4GiB", that the operators may hold on to. Small
+            matrices are formed; of the other units rows and coefficients are kept as they come, in bfloat16, in a
+            scratch file, or not at all, whichever is the first that fits. `Captured.report()` says what was chosen.
+            The batches must then have a length, and be the same when they are iterated again.
+        scratch: the folder of the scratch file, by default the system's for temporary files; False: no such file.
         progress: show a bar over the batches.
 
     Raises:
-        ValueError: no batches, an unknown unit, a stale graph, or a loss or gradient that is not finite; the message
-            names the batch and the unit.
+        ValueError: no batches, an unknown unit, a stale graph, a budget that is too small for one batch, or a loss or
+            gradient that is not finite; the message names the batch and the unit.
     """
     chosen = _choose(graph, units)
     _check_fresh(model, graph)
     if dtype is not None:
         checks.is_choice("dtype", dtype, DTYPES)
-    terms: dict[str, list[SplittingOperator]] = {unit.name: [] for unit in chosen}
+    capturer = BatchCapture(model, loss_fn, graph, sharpness)
+    plan = None
+    if memory_budget is not None:
+        budget = memory.as_bytes("memory_budget", memory_budget)
+        if dtype is not None:
+            raise ValueError("dtype and memory_budget cannot be given together: the budget decides on the dtype")
+        plan = _plan(capturer, batches, chosen, budget, scratch)
+    keeper = _Keeper(capturer, batches, plan, scratch)
     losses = []
-    taps = _Taps(graph.module, chosen)
-    with undisturbed(model), torch.enable_grad():
-        stand_in = _stand_in(model, taps)
+    with undisturbed(model):
         for index, batch in enumerate(tqdm(batches, desc="capture", unit="batch", disable=not progress)):
-            taps.clear()
-            loss = _evaluate(loss_fn, stand_in, taps, batch, index)
-            losses.append(float(loss.detach()))
-            gradients = _gradients(loss, taps, chosen, index)
-            for unit, g in zip(chosen, gradients, strict=True):
-                act = activation(unit.activation, sharpness=sharpness)
-                terms[unit.name].append(_operator(model, taps, unit, act, g, dtype))
-    taps.clear()
+            losses.append(capturer(batch, index, chosen, keeper.keep, dtype))
     if not losses:
         raise ValueError("batches must hold at least one batch, got none")
-    weights = [1 / len(losses)] * len(losses)
-    captured = Captured(
-        (name, parts[0] if len(parts) == 1 else SumOperator(parts, weights)) for name, parts in terms.items()
-    )
+    captured = Captured({unit.name: keeper.operator(unit.name, len(losses)) for unit in chosen})
     captured.loss = sum(losses) / len(losses)
+    captured.plan = plan or decide([], len(losses), None, 0.0)
+    captured.stream = keeper.stream
     return captured
 
 
-class _Taps(fx.Interpreter):
-    """Evaluates the traced model and keeps, for every unit, the layer's input and output and the activation's ends."""
+def plan_capture(
+    graph: Graph,
+    batch: Any,
+    n_batches: int,
+    memory_budget: int | str | None = None,
+    *,
+    units: Sequence[str] | None = None,
+    scratch: str | os.PathLike[str] | bool = True,
+) -> CapturePlan:
+    """Return what `capture` would keep of so many batches like this one, where, and how long it is expected to take.
 
-    def __init__(self, module: fx.GraphModule, units: Sequence[Unit]) -> None:
-        super().__init__(module)
-        self.producers = {unit.producer_node: unit.name for unit in units}
-        self.direct = {unit.name: _is_direct(module, unit) for unit in units}
-        self.activations = {unit.activation_node: unit.name for unit in units}
-        self.clear()
+    It captures this one batch, with a loss that stands in for the real one, and measures. Print the plan to read it.
 
-    def clear(self) -> None:
-        self.env = {}
-        self.calls = 0
-        self.inputs: dict[str, Tensor] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self.before: dict[str, Tensor] = {}
-        self.after: dict[str, Tensor] = {}
+    Args:
+        graph: from `trace`.
+        batch: (input, target), as for `capture`, or the input alone.
+        n_batches: how many such batches there will be.
+        memory_budget: as for `capture`.
+        units: names of the units to capture; all by default.
+        scratch: as for `capture`.
 
-    def run(self, *arguments: Any, **keywords: Any) -> Any:
-        self.calls += 1
-        return super().run(*arguments, **keywords)
-
-    def run_node(self, n: fx.Node) -> Any:
-        unit, act_unit = self.producers.get(n.name), self.activations.get(n.name)
-        if unit is not None:
-            self.inputs[unit] = self.env[n.all_input_nodes[0]].detach()
-        elif act_unit is not None:
-            source = n.all_input_nodes[0]
-            self.before[act_unit] = self.env[source]
-            if fx_calls.is_inplace(n, self.submodules):
-                self.env[source] = self.env[source].clone()
-        result = super().run_node(n)
-        if unit is not None:
-            # Where nothing before this layer requires a gradient, the units behind it still need one.
-            result = result if result.requires_grad else result.detach().requires_grad_()
-            self.outputs[unit] = result
-        if act_unit is not None:
-            self.after[act_unit] = result
-        own = unit is not None or act_unit is not None
-        return result.clone() if own and _may_change(n, self.submodules) else result
+    Raises:
+        ValueError: an unknown unit, a budget that is too small for one batch.
+    """
+    checks.is_count("n_batches", n_batches)
+    budget = None if memory_budget is None else memory.as_bytes("memory_budget", memory_budget)
+    pair = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+    capturer = BatchCapture(graph.module, lambda output, target: output.float().square().mean(), graph, None)
+    needs, seconds = _needs(capturer, pair, _choose(graph, units), n_batches)
+    return decide(needs, n_batches, budget, seconds, scratch)
 
 
-def _is_direct(module: fx.GraphModule, unit: Unit) -> bool:
-    """Return whether nothing but a BatchNorm stands between the layer and its activation."""
-    nodes = {node.name: node for node in module.graph.nodes}
-    before = nodes[unit.activation_node].all_input_nodes[0]
-    if unit.norm is not None and before.op == "call_module" and before.target == unit.norm:
-        before = before.all_input_nodes[0]
-    elif unit.norm is not None:
-        return False
-    return before.name == unit.producer_node
+class _Keeper:
+    """Keeps the operators of all batches as a plan says."""
+
+    def __init__(
+        self,
+        capturer: BatchCapture,
+        batches: Iterable[Any],
+        plan: CapturePlan | None,
+        scratch: str | os.PathLike[str] | bool,
+    ) -> None:
+        self.plan = plan
+        self.terms: dict[str, list[SplittingOperator]] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.like: dict[str, SplittingOperator] = {}
+        self.stream: Stream | None = None
+        places = set() if plan is None else set(plan.places.values())
+        if plan is not None and "disk" in places:
+            self.stream = DiskStream(scratch_folder(scratch), plan.part_bytes)
+        elif plan is not None and "recompute" in places:
+            self.stream = RecomputedStream(_recapture(capturer, batches), plan.batches)
+
+    def keep(self, name: str, operator: SplittingOperator) -> None:
+        """Take an operator of one batch."""
+        if self.plan is None:
+            self.terms.setdefault(name, []).append(operator)
+            return
+        place = self.plan.places[name]
+        if place == "dense":
+            if name not in self.sums:
+                shape = (*operator.shape, operator.shape[1])
+                self.sums[name] = torch.zeros(shape, dtype=operator.dtype, device=operator.device)
+            add_dense(self.sums[name], operator, 1 / self.plan.batches)
+            return
+        stored = operator.stored_as(self.plan.dtype)
+        if place == "memory":
+            self.terms.setdefault(name, []).append(stored)
+            return
+        self.like.setdefault(name, shell(stored))
+        if isinstance(self.stream, DiskStream):
+            self.stream.append(name, stored)
+
+    def operator(self, name: str, batches: int) -> SplittingOperator:
+        """Return the average over the batches."""
+        if name in self.sums:
+            return DenseOperator(self.sums[name])
+        if name in self.terms:
+            terms = self.terms[name]
+            return terms[0] if batches == 1 else SumOperator(terms, [1 / batches] * batches)
+        assert self.stream is not None
+        self.stream.batches = batches
+        like = self.like[name]
+        return StreamedOperator(self.stream, name, like, None if like.rows is None else like.rows * batches)
 
 
-def _may_change(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Return whether a later call may change the value of this node in place, directly or through a view of it."""
-    for user in node.users:
-        if fx_calls.is_inplace(user, modules):
-            return True
-        is_view = (
-            isinstance(modules[str(user.target)], (nn.Flatten, nn.Identity, *layers.ELEMENTWISE))
-            if user.op == "call_module"
-            else fx_calls.name(user) in fx_calls.VIEWING
-        )
-        if is_view and _may_change(user, modules):
-            return True
-    return False
+def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[Part]]:
+    """Return what captures given units of all batches again, as long as the model is what it was."""
+    parameters = list(capturer.model.parameters())
+    versions = [parameter._version for parameter in parameters]
+
+    def recapture(units: Collection[str]) -> Iterator[Part]:
+        if [parameter._version for parameter in parameters] != versions:
+            raise ValueError("the model has changed since it was captured; capture it again")
+        chosen = [unit for unit in capturer.graph if unit.name in units]
+        for index, batch in enumerate(batches):
+            operators: dict[str, SplittingOperator] = {}
+            with undisturbed(capturer.model):
+                capturer(batch, index, chosen, operators.__setitem__)
+            yield list(operators.items())
+
+    return recapture
 
 
-def _stand_in(model: nn.Module, taps: _Taps) -> nn.Module:
-    """Return a shallow copy of the model, with all its parts, whose forward pass the taps evaluate."""
-    stand_in = copy.copy(model)
-    signature = inspect.signature(model.forward)
+def _plan(
+    capturer: BatchCapture,
+    batches: Iterable[Any],
+    units: Sequence[Unit],
+    budget: int,
+    scratch: str | os.PathLike[str] | bool,
+) -> CapturePlan:
+    if not isinstance(batches, Sized) or isinstance(batches, Iterator):
+        raise ValueError("batches must have a length and be iterable again where memory_budget is given, as a list is")
+    if not len(batches):
+        raise ValueError("batches must hold at least one batch, got none")
+    with undisturbed(capturer.model):
+        first = next(iter(batches))
+    needs, seconds = _needs(capturer, first, units, len(batches))
+    return decide(needs, len(batches), budget, seconds, scratch)
 
-    def forward(*arguments: Any, **keywords: Any) -> Any:
-        if keywords:
-            bound = signature.bind(*arguments, **keywords)
-            bound.apply_defaults()
-            arguments = tuple(bound.arguments.values())
-        return taps.run(*arguments)
 
-    stand_in.__dict__["forward"] = forward
-    return stand_in
+def _needs(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches: int) -> tuple[list[UnitNeed], float]:
+    """Return what the units need for a batch like this one, and how long its capture takes."""
+    needs: list[UnitNeed] = []
+    timed = 0.0
+
+    def measure(name: str, operator: SplittingOperator) -> None:
+        nonlocal timed
+        began = time.perf_counter()
+        with torch.no_grad():
+            needs.append(UnitNeed.of(name, operator, batches))
+        timed += time.perf_counter() - began
+
+    began = time.perf_counter()
+    with undisturbed(capturer.model):
+        capturer(batch, 0, units, measure)
+    return needs[::-1], time.perf_counter() - began - timed
 
 
 def _choose(graph: Graph, units: Sequence[str] | None) -> list[Unit]:
@@ -192,132 +266,3 @@ def _check_fresh(model: nn.Module, graph: Graph) -> None:
     for name in graph.layers:
         if model.get_submodule(name) is not graph.module.get_submodule(name):
             raise ValueError(f"graph belongs to another model: its {name!r} is not that of the model given")
-
-
-def _evaluate(loss_fn: Callable[[Any, Any], Tensor], model: nn.Module, taps: _Taps, batch: Any, index: int) -> Tensor:
-    loss = batch_loss(model, loss_fn, batch, f"batch {index}")
-    if taps.calls != 1:
-        raise ValueError(f"loss_fn must call the model exactly once per batch, got {taps.calls} calls")
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(f"loss_fn must return a scalar tensor, got {loss!r}")
-    if not bool(torch.isfinite(loss)):
-        raise ValueError(f"the loss of batch {index} is not finite: {float(loss.detach())}")
-    return loss
-
-
-def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> list[Tensor]:
-    """Return dLoss/dh at the activation of every unit."""
-    if not units:
-        return []
-    ends = [taps.after[unit.name] for unit in units]
-    if not loss.requires_grad:
-        raise ValueError(f"the loss of batch {index} does not depend on the model's units")
-    gradients = torch.autograd.grad(loss, ends, retain_graph=True, allow_unused=True)
-    found = []
-    for unit, end, g in zip(units, ends, gradients, strict=True):
-        # A unit that the loss does not depend on has nothing to gain.
-        g = torch.zeros_like(end) if g is None else g
-        try:
-            checks.is_finite("g", g)
-        except ValueError as error:
-            raise ValueError(f"the gradient of batch {index} at unit {unit.name!r} is not finite") from error
-        found.append(g)
-    return found
-
-
-def _operator(
-    model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor, dtype: torch.dtype | None
-) -> SplittingOperator:
-    module = model.get_submodule(unit.name)
-    x = taps.inputs[unit.name]
-    kept = x.dtype if dtype is None else dtype
-    try:
-        if isinstance(module, EdgeConv):
-            winner, C = _winners(module, x, g, act)
-            return EdgeConvOperator(x.to(kept), winner, C.to(kept))
-        C = _coefficients(model, taps, unit, act, g)
-        bias = module.bias is not None
-        if isinstance(module, nn.Conv2d):
-            return _conv_operator(module, x.to(kept), C.to(kept), bias)
-        return PointwiseOperator(x.flatten(0, -2).to(kept), C.flatten(0, -2).to(kept), bias=bias)
-    except ValueError as error:
-        raise ValueError(f"unit {unit.name!r}: {error}") from error
-
-
-def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor) -> Tensor:
-    """Return C = g act''(z) s^2, laid out like the layer's output a."""
-    a, z = taps.outputs[unit.name], taps.before[unit.name].detach()
-    scale = None if unit.norm is None else _norm_scale(model.get_submodule(unit.norm)).to(z.dtype)
-    axis = unit.activation_axis
-    if scale is not None and len(scale) != z.shape[axis]:
-        scale = scale.repeat_interleave(z.shape[axis] // len(scale))
-    if taps.direct[unit.name]:
-        return ops.curvature_coefficients(g, z, act, scale, axis=axis)
-    # Every entry of the activation's input is z = s a + t of one entry of a: there may be transposition and a maximum
-    # over positions between them. The vector-Jacobian product from z to a brings g act''(z) s back to the layout of a,
-    # and multiplies it by s once more.
-    curvature = ops.curvature_coefficients(g, z, act, axis=axis)
-    if scale is not None:
-        curvature = curvature * scale.reshape(-1, *[1] * (z.dim() - 1 - axis))
-    (C,) = torch.autograd.grad(taps.before[unit.name], a, curvature, retain_graph=True)
-    return C
-
-
-def _norm_scale(norm: nn.Module) -> Tensor:
-    """Return s = gamma / sqrt(var + eps) of a BatchNorm in eval mode."""
-    with torch.no_grad():
-        scale = torch.rsqrt(norm.running_var + norm.eps)  # type: ignore[operator]
-        return scale if norm.weight is None else scale * norm.weight  # type: ignore[operator]
-
-
-def _conv_operator(module: nn.Conv2d, x: Tensor, C: Tensor, bias: bool) -> SplittingOperator:
-    padding = _explicit_padding(module)
-    top_left_equal = padding[0] == padding[1] and padding[2] == padding[3]
-    if module.padding_mode != "zeros" or not top_left_equal:
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = F.pad(x, padding, mode=mode)
-        padding = (0, 0, 0, 0)
-    if module.kernel_size == (1, 1) and padding == (0, 0, 0, 0):
-        rows = x[:, :, :: module.stride[0], :: module.stride[1]]
-        return PointwiseOperator(
-            rows.movedim(1, -1).flatten(0, -2), C.movedim(1, -1).flatten(0, -2).contiguous(), bias=bias
-        )
-    geometry: dict[str, Any] = {
-        "kernel_size": module.kernel_size,
-        "stride": module.stride,
-        "padding": (padding[2], padding[0]),
-        "dilation": module.dilation,
-    }
-    if x.shape[1] * module.kernel_size[0] * module.kernel_size[1] <= C.shape[1]:
-        # The patches take no more memory than C: the first layers of networks, with few channels and many positions,
-        # where products over patches are several times faster than a convolution and its weight gradient.
-        patches = F.unfold(x, **geometry)
-        return PointwiseOperator(
-            patches.mT.flatten(0, 1).contiguous(), C.flatten(2).mT.flatten(0, 1).contiguous(), bias=bias
-        )
-    return ConvOperator(x, C, **geometry, bias=bias)
-
-
-def _explicit_padding(module: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Return the padding as F.pad takes it: left, right, top, bottom."""
-    if module.padding == "valid":
-        return (0, 0, 0, 0)
-    if module.padding == "same":
-        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        return (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2)
-    assert isinstance(module.padding, tuple)
-    height, width = module.padding
-    return (width, width, height, height)
-
-
-def _winners(module: EdgeConv, x: Tensor, g: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
-    """Return, for every point and filter, the neighbour whose edge won the maximum, and its coefficient."""
-    with torch.no_grad():
-        neighbours = module.neighbours(x)
-        z = module.edges(x, neighbours)
-        slot = act(z).argmax(-2)
-        winner = neighbours.gather(-1, slot)
-        z = z.gather(-2, slot.unsqueeze(-2)).squeeze(-2)
-        scale = _norm_scale(module.norm)
-        C = ops.curvature_coefficients(g.flatten(0, -2), z.flatten(0, -2), act, scale)
-        return winner, C.view_as(z)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from s3d_fast import checks, ops
 from s3d_fast.incoming import Incoming, incoming_edges
+
+
+class Source(ABC):
+    """Where operators that hold no data of their own get their products from, those of all layers at once."""
+
+    @abstractmethod
+    def matvec_all(
+        self, operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str
+    ) -> list[Tensor]:
+        """Return the product of every operator of this source with its own vectors."""
+
+    @abstractmethod
+    def dense_all(self, operators: Sequence[SplittingOperator], backend: str) -> list[Tensor]:
+        """Return the matrices of every operator of this source, each (M, D, D)."""
 
 
 class SplittingOperator(ABC):
@@ -19,11 +34,15 @@ class SplittingOperator(ABC):
         shape: (M, D).
         dtype: of the vectors and of the arithmetic.
         device: where the vectors live.
+        source: where the products come from, if not from the operator itself.
+        rows: N, where the matrices are sums over so many rows that can be added up cheaply; else None.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
+    source: Source | None = None
+    rows: int | None = None
 
     @abstractmethod
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
@@ -40,6 +59,14 @@ class SplittingOperator(ABC):
         # At most 64 columns at a time: a product with K vectors may need K times the memory of one.
         columns = [self.matvec(block.contiguous(), backend) for block in basis.split(64)]
         return torch.cat(columns).permute(1, 2, 0).contiguous()
+
+    def stored_as(self, dtype: torch.dtype | None) -> SplittingOperator:
+        """Return the operator with its rows and coefficients, where they are float32, in another dtype."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if dtype is not None and isinstance(value, Tensor) and value.dtype == torch.float32:
+                setattr(other, name, value.to(dtype))
+        return other
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +98,7 @@ class PointwiseOperator(SplittingOperator):
     ) -> None:
         ops.check_rows(X, C, check_finite)
         self._describe(X, C, C.shape[1], X.shape[1] + bias)
-        self.X, self.C, self.bias = X, C, bias
+        self.X, self.C, self.bias, self.rows = X, C, bias, len(X)
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         return ops.splitting_matvec(self.X, self.C, V, bias=self.bias, backend=backend, check_finite=False)
@@ -161,6 +188,26 @@ class EdgeConvOperator(SplittingOperator):
         return super().nbytes + sum(tensor.nbytes for tensor in self._incoming or ())
 
 
+class DenseOperator(SplittingOperator):
+    """Splitting matrices that were formed; `rows` is 0, since nothing is left to be added up."""
+
+    def __init__(self, matrices: Tensor) -> None:  # (M, D, D)
+        checks.is_tensor("matrices", matrices)
+        checks.has_shape("matrices", matrices, ("M", matrices.shape[-1], matrices.shape[-1]))
+        checks.is_not_empty("matrices", matrices)
+        self.matrices, self.shape, self.rows = matrices, (len(matrices), matrices.shape[-1]), 0
+        self.dtype, self.device = matrices.dtype, matrices.device
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        return torch.einsum("mde,...me->...md", self.matrices, V)
+
+    def restrict(self, filters: Tensor) -> DenseOperator:
+        return DenseOperator(self.matrices[filters])
+
+    def dense(self, backend: str = "auto") -> Tensor:
+        return self.matrices
+
+
 class SumOperator(SplittingOperator):
     """The weighted sum of operators of one shape: the average over several batches of data."""
 
@@ -179,6 +226,8 @@ class SumOperator(SplittingOperator):
             if (term.shape, term.dtype, term.device) != (first.shape, first.dtype, first.device):
                 raise ValueError(f"terms must agree in shape, dtype and device, got {first} and {term}")
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
+        rows = [term.rows for term in self.terms]
+        self.rows = None if None in rows else sum(count for count in rows if count is not None)
 
     @property
     def nbytes(self) -> int:
@@ -197,12 +246,17 @@ class SumOperator(SplittingOperator):
     def dense(self, backend: str = "auto") -> Tensor:
         matrices = torch.zeros(*self.shape, self.shape[1], dtype=self.dtype, device=self.device)
         for term, weight in zip(self.terms, self.weights, strict=True):
-            if isinstance(term, PointwiseOperator):
-                rows = (term.X, term.C, weight)
-                ops.add_splitting_matrices(matrices, *rows, bias=term.bias, backend=backend, check_finite=False)
-            else:
-                matrices.add_(term.dense(backend), alpha=weight)
+            add_dense(matrices, term, weight, backend)
         return matrices
+
+
+def add_dense(matrices: Tensor, operator: SplittingOperator, weight: float = 1.0, backend: str = "auto") -> None:
+    """Add the matrices of an operator, times a weight, to `matrices` (M, D, D); those of rows in one pass over them."""
+    if isinstance(operator, PointwiseOperator):
+        rows = (operator.X, operator.C, weight)
+        ops.add_splitting_matrices(matrices, *rows, bias=operator.bias, backend=backend, check_finite=False)
+    else:
+        matrices.add_(operator.dense(backend), alpha=weight)
 
 
 def matvec_all(
@@ -210,11 +264,17 @@ def matvec_all(
 ) -> list[Tensor]:
     """Return the product of every operator with its own vectors: one step of a solver for all layers.
 
-    All pointwise layers go through one grouped call.
+    All pointwise layers go through one grouped call; operators of one source are asked for together.
     """
     results: list[Tensor | None] = [None] * len(operators)
+    for source, own in _by_source(operators).items():
+        products = source.matvec_all([operators[i] for i in own], [vectors[i] for i in own], backend)
+        for index, product in zip(own, products, strict=True):
+            results[index] = product
     rows: list[tuple[int, PointwiseOperator, float]] = []
     for index, (operator, V) in enumerate(zip(operators, vectors, strict=True)):
+        if operator.source is not None:
+            continue
         terms = operator.terms if isinstance(operator, SumOperator) else [operator]
         weights = operator.weights if isinstance(operator, SumOperator) else [1.0]
         pointwise = [term for term in terms if isinstance(term, PointwiseOperator)]
@@ -237,3 +297,21 @@ def matvec_all(
         else:
             total.add_(product, alpha=weight)
     return [result for result in results if result is not None]
+
+
+def dense_all(operators: Sequence[SplittingOperator], backend: str = "auto") -> Iterator[Tensor]:
+    """Yield the matrices of every operator in turn; operators of one source are asked for together."""
+    found: dict[int, Tensor] = {}
+    for source, own in _by_source(operators).items():
+        found.update(zip(own, source.dense_all([operators[i] for i in own], backend), strict=True))
+    for index, operator in enumerate(operators):
+        yield found.pop(index) if index in found else operator.dense(backend)
+
+
+def _by_source(operators: Sequence[SplittingOperator]) -> dict[Source, list[int]]:
+    """Return the places of the operators that have a source, by source."""
+    places: dict[Source, list[int]] = {}
+    for index, operator in enumerate(operators):
+        if operator.source is not None:
+            places.setdefault(operator.source, []).append(index)
+    return places

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from s3d_fast import ops
-from s3d_fast.operators import PointwiseOperator, SplittingOperator, SumOperator
+from s3d_fast.operators import SplittingOperator
 from s3d_fast.solvers import exact, lanczos
 from s3d_fast.solvers.spectrum import Spectrum
 
@@ -34,22 +35,24 @@ def solve(
     return [found[i] for i in range(len(operators))]
 
 
-def prefers_exact(operator: SplittingOperator, tol: float, backend: str = "auto") -> bool:
+def prefers_exact(operator: SplittingOperator, tol: float, backend: str = "auto", rows: int | None = None) -> bool:
     """Return whether forming S is expected to cost less than Lanczos; both costs are in products S v.
 
     Forming S takes D / 4 products where symmetry is used, D / 2 where it is not, and reducing it a time that does not
-    depend on the number of rows. Only operators made of rows can form S so cheaply.
+    depend on the number of rows. Only operators made of rows can form S so cheaply. `rows` stands in for the rows of
+    an operator on one batch of many.
     """
-    terms = operator.terms if isinstance(operator, SumOperator) else [operator]
-    rows = [len(term.X) for term in terms if isinstance(term, PointwiseOperator)]
-    if len(rows) < len(terms):
+    rows = operator.rows if rows is None else rows
+    if rows is None:
         return False
     width = operator.shape[1]
-    symmetric = (
-        ops.resolve_backend(backend, *[term.X for term in terms if isinstance(term, PointwiseOperator)]) == "cpu"
-    )
+    if rows == 0:
+        # Formed already.
+        return True
+    # Of the compiled kernels, only those of the CPU use the symmetry.
+    symmetric = ops.resolve_backend(backend, torch.empty(0, dtype=operator.dtype, device=operator.device)) == "cpu"
     forming = (width + 1) / (4 if symmetric else 2)
-    reducing = REDUCTION * width**2 / sum(rows)
+    reducing = REDUCTION * width**2 / rows
     return forming + reducing < expected_steps(width, tol)
 
 

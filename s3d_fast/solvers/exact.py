@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from s3d_fast import ops
-from s3d_fast.operators import SplittingOperator
+from s3d_fast.operators import SplittingOperator, dense_all
 from s3d_fast.solvers.spectrum import Found, Spectrum, measure
 
 
@@ -17,8 +17,8 @@ def solve(operators: Sequence[SplittingOperator], tol: float, backend: str) -> l
     A filter counts as having had no matvecs but those of the final residuals.
     """
     found = []
-    for operator in operators:
-        _, vectors = ops.symmetric_extremes(operator.dense(backend), backend=backend)
+    for operator, matrices in zip(operators, dense_all(operators, backend), strict=True):
+        _, vectors = ops.symmetric_extremes(matrices, backend=backend)
         zero = torch.zeros(operator.shape[0], dtype=torch.int64, device=operator.device)
         vectors = vectors.to(operator.dtype)
         found.append(Found(vectors[:, 0], vectors[:, 1], zero, zero))

@@ -1,0 +1,220 @@
+"""What a capture will keep, where, and what that costs: decided before it begins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from s3d_fast import memory
+from s3d_fast.operators import SplittingOperator
+from s3d_fast.solvers.auto import expected_steps, prefers_exact
+from s3d_fast.tables import text_table
+
+PLACES = {
+    "dense": "the matrices themselves, added up batch by batch",
+    "memory": "rows and coefficients in memory",
+    "disk": "rows and coefficients in a scratch file, read at every step",
+    "recompute": "nothing: every step captures all batches again",
+}
+# The tolerance at which forming S is compared with Lanczos; that of the solver is not known yet.
+TOL = 1e-2
+# Coefficients of both signs cancel, and what is left may be as small as their rounding errors: bfloat16 is used only
+# where products of the first batch change by no more than this.
+HALF_TOLERANCE = 1e-3
+# A share of the disk is left free.
+DISK_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class UnitNeed:
+    """What the operator of a unit on one batch needs: bytes as they come, and seconds of a product."""
+
+    name: str
+    filters: int
+    width: int  # D
+    rows: int | None
+    evaluations: int  # of every filter: samples times positions
+    nbytes: int
+    float_bytes: int  # of those, what bfloat16 would halve
+    half_error: float  # of a product with rows and coefficients in bfloat16, relative, of the worst filter
+    wants_dense: bool
+    seconds: float
+
+    @classmethod
+    def of(cls, name: str, operator: SplittingOperator, batches: int) -> UnitNeed:
+        """Return the need of an operator, one of as many as there are batches; takes four products."""
+        tensors = [value for value in vars(operator).values() if isinstance(value, torch.Tensor)]
+        floats = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.float32)
+        dense = operator.rows is not None and prefers_exact(operator, TOL, rows=operator.rows * batches)
+        V = torch.randn(operator.shape, dtype=operator.dtype, generator=torch.Generator().manual_seed(0))
+        V = V.to(operator.device)
+        operator.matvec(V)
+        began = time.perf_counter()
+        product = operator.matvec(V)
+        size = product.norm(dim=-1)
+        # Read, so that a GPU is done.
+        smallest = float(size.min())
+        seconds = time.perf_counter() - began
+        error = (operator.stored_as(torch.bfloat16).matvec(V) - product).norm(dim=-1)
+        half = float((error / size.clamp(min=1e-30)).max()) if smallest > 0 else float((error > 0).any())
+        evaluations = operator.C.numel() // operator.shape[0]  # type: ignore[attr-defined]
+        return cls(name, *operator.shape, operator.rows, evaluations, operator.nbytes, floats, half, dense, seconds)
+
+    @property
+    def dense_bytes(self) -> int:
+        """The matrices of all filters, in float32."""
+        return 4 * self.filters * self.width**2
+
+    def stored_bytes(self, dtype: torch.dtype | None) -> int:
+        """The bytes of a batch in a dtype; None is as they come."""
+        return self.nbytes - (self.float_bytes // 2 if dtype is torch.bfloat16 else 0)
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What a capture keeps of every unit, and where.
+
+    Attributes:
+        needs: of every unit on one batch.
+        places: of every unit, one of `PLACES`.
+        dtype: of what is stored; None is as it comes.
+        batches: how many.
+        budget: in bytes, or None.
+        batch_seconds: that the capture of a batch takes, by measurement.
+        part_bytes: of each of the two buffers through which a scratch file is read.
+    """
+
+    needs: tuple[UnitNeed, ...]
+    places: dict[str, str]
+    dtype: torch.dtype | None
+    batches: int
+    budget: int | None
+    batch_seconds: float
+    part_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What is kept in memory."""
+        dense = sum(need.dense_bytes for need in self._at("dense"))
+        batch = sum(need.stored_bytes(self.dtype) for need in self._at("recompute"))
+        return dense + self.batches * self._stored("memory") + 2 * self.part_bytes + batch
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the scratch file holds."""
+        return self.batches * self._stored("disk")
+
+    @property
+    def flops_per_step(self) -> int:
+        """The arithmetic of one product S v of all filters: 4 N D M, or 2 M D^2 where S was formed."""
+        total = 0
+        for need in self.needs:
+            if self.places[need.name] == "dense":
+                total += 2 * need.filters * need.width**2
+            else:
+                total += 4 * need.evaluations * self.batches * need.width * need.filters
+        return total
+
+    @property
+    def capture_seconds(self) -> float:
+        """How long the capture is expected to take."""
+        return self.batches * self.batch_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """How long one product of all filters is expected to take, reading from the disk not included."""
+        stored = sum(need.seconds for need in self.needs if self.places[need.name] != "dense")
+        again = self.batch_seconds if any(place == "recompute" for place in self.places.values()) else 0.0
+        return self.batches * (stored + again)
+
+    @property
+    def solve_seconds(self) -> float:
+        """How long all steps of the solver are expected to take, at a tolerance of 1e-2."""
+        steps = [expected_steps(need.width, TOL) for need in self.needs if self.places[need.name] != "dense"]
+        return max(steps, default=0.0) * self.step_seconds
+
+    def _at(self, place: str) -> list[UnitNeed]:
+        return [need for need in self.needs if self.places[need.name] == place]
+
+    def _stored(self, place: str) -> int:
+        return sum(need.stored_bytes(self.dtype) for need in self._at(place))
+
+    def __str__(self) -> str:
+        rows = [["unit", "M", "D", "rows", "kept", "bytes"]]
+        for need in self.needs:
+            place = self.places[need.name]
+            amount = need.dense_bytes if place == "dense" else self.batches * need.stored_bytes(self.dtype)
+            count = str(need.evaluations * self.batches)
+            shown = "-" if place == "recompute" else memory.as_text(amount)
+            rows.append([need.name, str(need.filters), str(need.width), count, place, shown])
+        kept = "as they come" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        budget = "no budget" if self.budget is None else f"a budget of {memory.as_text(self.budget)}"
+        lines = [
+            text_table(rows),
+            *(f"{place}: {PLACES[place]}" for place in PLACES if place in self.places.values()),
+            f"{memory.as_text(self.memory_bytes)} in memory of {budget}, {memory.as_text(self.disk_bytes)} on disk; "
+            f"rows and coefficients {kept}.",
+            f"Expected: {self.capture_seconds:.3g} s for the capture of {self.batches} batches, "
+            f"{self.flops_per_step / 1e9:.3g} GFLOP and {self.step_seconds:.3g} s for a step of the solver, "
+            f"{self.solve_seconds:.3g} s for all of them.",
+        ]
+        return "\n".join(lines)
+
+
+def decide(
+    needs: Sequence[UnitNeed],
+    batches: int,
+    budget: int | None,
+    batch_seconds: float,
+    scratch: str | os.PathLike[str] | bool = True,
+) -> CapturePlan:
+    """Choose what is kept and where: in memory as it comes, in bfloat16, on disk, or computed again, in this order.
+
+    Matrices that are smaller than their rows, and cheaper to form than Lanczos would be, are formed.
+
+    Raises:
+        ValueError: not even one batch fits into the budget.
+    """
+    if budget is None:
+        return CapturePlan(tuple(needs), {need.name: "memory" for need in needs}, None, batches, None, batch_seconds)
+    formed, left = set(), budget
+    for need in sorted(needs, key=lambda need: need.dense_bytes):
+        # Of what is left, so that the buffers of the others have room.
+        if need.wants_dense and need.dense_bytes < batches * need.nbytes and need.dense_bytes <= left // 2:
+            formed.add(need.name)
+            left -= need.dense_bytes
+    rest = [need for need in needs if need.name not in formed]
+    places = {need.name: "dense" if need.name in formed else "memory" for need in needs}
+    half = torch.bfloat16 if all(need.half_error <= HALF_TOLERANCE for need in rest) else None
+    for dtype in (None, half):
+        if batches * sum(need.stored_bytes(dtype) for need in rest) <= left:
+            return CapturePlan(tuple(needs), places, dtype, batches, budget, batch_seconds)
+    batch = sum(need.stored_bytes(half) for need in rest)
+    on_disk, largest = batches * batch, max(need.stored_bytes(half) for need in rest)
+    if scratch is not False and on_disk <= DISK_SHARE * free_bytes(scratch) and 2 * largest <= left:
+        places = {name: "disk" if place == "memory" else place for name, place in places.items()}
+        part = max(largest, min(left // 4, on_disk))
+        return CapturePlan(tuple(needs), places, half, batches, budget, batch_seconds, part)
+    if batch > left:
+        raise ValueError(
+            f"memory_budget is too small: of {memory.as_text(budget)}, {memory.as_text(left)} are left for rows, and "
+            f"one batch needs {memory.as_text(batch)}; give smaller batches"
+        )
+    places = {name: "recompute" if place == "memory" else place for name, place in places.items()}
+    return CapturePlan(tuple(needs), places, None, batches, budget, batch_seconds)
+
+
+def free_bytes(scratch: str | os.PathLike[str] | bool) -> int:
+    """Return the free space where a scratch file would be."""
+    return shutil.disk_usage(scratch_folder(scratch)).free
+
+
+def scratch_folder(scratch: str | os.PathLike[str] | bool) -> str:
+    """Return the folder of scratch files: the one given, or the system's for temporary files."""
+    return tempfile.gettempdir() if isinstance(scratch, bool) else os.fspath(scratch)

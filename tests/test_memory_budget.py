@@ -1,0 +1,319 @@
+"""Capture within a memory budget: what is chosen, that it gives the same products, and that it stays within."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import s3d_fast as s3d
+from s3d_fast import memory
+from s3d_fast.capture_plan import UnitNeed, decide
+from s3d_fast.models import DGCNN, MobileNetV1
+from s3d_fast.operators import DenseOperator, matvec_all
+from s3d_fast.streaming import DiskStream, RecomputedStream, StreamedOperator
+
+BATCHES = 24
+Batch = tuple[Tensor, Tensor]
+
+
+def mobilenet() -> tuple[nn.Module, list[Batch]]:
+    torch.manual_seed(0)
+    # Wide enough for some layers that no matrix is formed of them.
+    model = MobileNetV1([8, 12, 40, 40, 48], 10, stem_stride=1, strides=(1, 2, 1, 2), activation=nn.SiLU)
+    return model.double().eval(), [(torch.randn(2, 3, 8, 8).double(), torch.randint(10, (2,))) for _ in range(BATCHES)]
+
+
+def dgcnn() -> tuple[nn.Module, list[Batch]]:
+    torch.manual_seed(1)
+    model = DGCNN((6, 8), 5, k=4, embedding=16, hidden=(8,)).double().eval()
+    return model, [(torch.randn(2, 12, 3).double(), torch.randint(5, (2,))) for _ in range(BATCHES)]
+
+
+MODELS = {"mobilenet": mobilenet, "dgcnn": dgcnn}
+# Share of what a capture in memory needs, whether there is a disk, and what comes of it.
+FORMS = {"memory": (1.5, True, None), "disk": (0.25, True, DiskStream), "recompute": (0.25, False, RecomputedStream)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, list[Batch], s3d.Graph, s3d.Captured]:
+    model, batches = MODELS[request.param]()
+    graph = s3d.trace(model, batches[0][0])
+    return model, batches, graph, s3d.capture(model, F.cross_entropy, batches, graph)
+
+
+def vectors(operators: s3d.Captured, count: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(count, *op.shape, dtype=op.dtype, generator=generator) for op in operators.values()]
+
+
+def captured(case: Any, form: str, **options: Any) -> s3d.Captured:
+    model, batches, graph, whole = case
+    share, scratch, _ = FORMS[form]
+    budget = int(share * sum(whole.memory().values()))
+    return s3d.capture(model, F.cross_entropy, batches, graph, memory_budget=budget, scratch=scratch, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_the_products_and_matrices_of_a_capture_in_memory(case: Any, form: str, tmp_path: Path) -> None:
+    whole, found = case[3], captured(case, form)
+    kind = FORMS[form][2]
+    assert found.stream is None if kind is None else type(found.stream) is kind
+    assert list(found) == list(whole)
+    assert found.loss == pytest.approx(whole.loss, rel=1e-12)
+    V = vectors(whole, 2)
+    wanted, got = (matvec_all(list(ops.values()), V) for ops in (whole, found))
+    for name, one, other in zip(whole, wanted, got, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12 * float(one.abs().max()), msg=name)
+        alone = found[name].matvec(V[list(whole).index(name)])
+        torch.testing.assert_close(alone, one, rtol=1e-9, atol=1e-12 * float(one.abs().max()), msg=name)
+        dense = found[name].dense()
+        reference = whole[name].dense()
+        torch.testing.assert_close(dense, reference, rtol=1e-9, atol=1e-12 * float(reference.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("solver", ["lanczos", "auto", "exact"])
+@pytest.mark.parametrize("form", ["disk", "recompute"])
+def test_every_form_has_the_spectra_of_a_capture_in_memory(case: Any, form: str, solver: str) -> None:
+    wanted = s3d.extremal_eigenpairs(case[3], solver="exact", tol=1e-6)
+    found = s3d.extremal_eigenpairs(captured(case, form), solver=solver, tol=1e-6)
+    for name, spectrum in wanted.items():
+        for end in ("lambda_min", "lambda_max"):
+            error = (getattr(found[name], end) - getattr(spectrum, end)).abs() / spectrum.radius.clamp(min=1e-300)
+            assert float(error.max()) < 1e-5, (name, end)
+
+
+@pytest.mark.parametrize("form", ["disk", "recompute"])
+def test_streamed_operators_are_restricted(case: Any, form: str) -> None:
+    whole, found = case[3], captured(case, form)
+    for name, operator in found.items():
+        if isinstance(operator, StreamedOperator):
+            filters = torch.arange(operator.shape[0] - 1, -1, -2)
+            twice = torch.tensor([len(filters) - 1, 0])
+            rest, wanted = (op.restrict(filters).restrict(twice) for op in (operator, whole[name]))
+            assert rest.shape == wanted.shape
+            V = torch.randn(wanted.shape, dtype=wanted.dtype)
+            torch.testing.assert_close(rest.matvec(V), wanted.matvec(V), rtol=1e-9, atol=1e-14)
+            assert operator.filters is None
+
+
+def test_a_pass_over_the_disk_counts_and_asks_for_no_more_than_is_wanted(case: Any) -> None:
+    found = captured(case, "disk")
+    stream = found.stream
+    assert isinstance(stream, DiskStream)
+    streamed = [name for name, op in found.items() if isinstance(op, StreamedOperator)]
+    assert streamed
+    units = {unit for part in stream.parts(streamed[:1]) for unit, _ in part}
+    assert units == {streamed[0]}
+    before = stream.passes
+    matvec_all(list(found.values()), vectors(found))
+    assert stream.passes == before + 1
+    assert all(len(buffer) <= found.plan.part_bytes for buffer in stream.buffers)
+    assert stream.size == sum(record.nbytes for record in stream.records)
+    assert f"{stream.passes} passes" in found.report()
+
+
+def test_a_scratch_file_has_no_name(case: Any, tmp_path: Path) -> None:
+    model, batches, graph, whole = case
+    budget = sum(whole.memory().values()) // 4
+    found = s3d.capture(model, F.cross_entropy, batches, graph, memory_budget=budget, scratch=tmp_path)
+    assert isinstance(found.stream, DiskStream)
+    assert found.stream.size > budget // 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_has_changed_is_not_captured_again(case: Any) -> None:
+    model, batches = mobilenet()
+    graph = s3d.trace(model, batches[0][0])
+    budget = sum(s3d.capture(model, F.cross_entropy, batches, graph).memory().values()) // 4
+    found = s3d.capture(model, F.cross_entropy, batches, graph, memory_budget=budget, scratch=False)
+    s3d.extremal_eigenpairs(found, tol=1e-2)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(ValueError, match="has changed since it was captured"):
+        s3d.extremal_eigenpairs(found, tol=1e-2)
+
+
+def test_the_model_and_the_random_state_are_left_alone(case: Any) -> None:
+    model = case[0]
+    model.train()
+    before, state = {name: t.clone() for name, t in model.state_dict().items()}, torch.get_rng_state()
+    found = captured(case, "recompute")
+    s3d.extremal_eigenpairs(found, tol=1e-2)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model.eval()
+
+
+def test_bad_budgets_are_refused(case: Any) -> None:
+    model, batches, graph, _ = case
+
+    def capture(data: Any, **options: Any) -> s3d.Captured:
+        return s3d.capture(model, F.cross_entropy, data, graph, **options)
+
+    with pytest.raises(ValueError, match="memory_budget is too small"):
+        capture(batches, memory_budget=100)
+    with pytest.raises(ValueError, match="memory_budget must be a positive number of bytes.*'much'"):
+        capture(batches, memory_budget="much")
+    with pytest.raises(ValueError, match="batches must have a length"):
+        capture(iter(batches), memory_budget="1GiB")
+    with pytest.raises(ValueError, match="at least one batch"):
+        capture([], memory_budget="1GiB")
+    with pytest.raises(ValueError, match="dtype and memory_budget"):
+        capture(batches, memory_budget="1GiB", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("amount", "wanted"),
+    [(10, 10), ("10", 10), ("4GiB", 4 * 2**30), ("1.5 MB", 1_500_000), ("2 kib", 2048), ("7TB", 7 * 10**12)],
+)
+def test_amounts_of_memory(amount: int | str, wanted: int) -> None:
+    assert memory.as_bytes("x", amount) == wanted
+
+
+@pytest.mark.parametrize("amount", [0, -1, "", "GiB", "4 bytes", "-3MB", True, 1.5, None])
+def test_what_is_no_amount_of_memory(amount: Any) -> None:
+    with pytest.raises(ValueError, match="x must be a positive number of bytes"):
+        memory.as_bytes("x", amount)
+
+
+def need(name: str, nbytes: int, *, width: int = 100, dense: bool = False, half_error: float = 1e-4) -> UnitNeed:
+    return UnitNeed(name, 10, width, 1000, 1000, nbytes, nbytes, half_error, dense, 0.5)
+
+
+def test_what_fits_first_is_chosen() -> None:
+    needs = [need("a", 1000), need("b", 3000)]
+
+    def places(budget: int, scratch: Any = True, of: list[UnitNeed] = needs) -> tuple[set[str], torch.dtype | None]:
+        plan = decide(of, 10, budget, 1.0, scratch)
+        assert plan.memory_bytes <= budget
+        return set(plan.places.values()), plan.dtype
+
+    assert places(40_000) == ({"memory"}, None)
+    assert places(39_999) == ({"memory"}, torch.bfloat16)
+    assert places(20_000) == ({"memory"}, torch.bfloat16)
+    assert places(19_999) == ({"disk"}, torch.bfloat16)
+    assert places(19_999, scratch=False) == ({"recompute"}, None)
+    # Where bfloat16 would change the products too much, the disk comes next.
+    rough = [need("a", 1000), need("b", 3000, half_error=2e-3)]
+    assert places(39_999, of=rough) == ({"disk"}, None)
+    # Two buffers, each with room for the largest operator.
+    assert places(3000) == ({"disk"}, torch.bfloat16)
+    with pytest.raises(ValueError, match="memory_budget is too small"):
+        decide(needs, 10, 1900, 1.0, True)
+
+
+def test_small_matrices_are_formed() -> None:
+    # 10 filters of 5 x 5 are 1000 bytes.
+    plan = decide([need("small", 1000, width=5, dense=True), need("large", 1000)], 10, 12_000, 1.0)
+    assert plan.places == {"small": "dense", "large": "memory"}
+    assert plan.memory_bytes == 1000 + 10_000
+    assert plan.flops_per_step == 2 * 10 * 25 + 4 * 10_000 * 100 * 10
+    assert plan.step_seconds == 5
+    # But not where the matrices are larger than what they are made of.
+    assert decide([need("small", 50, width=5, dense=True)], 10, 12_000, 1.0).places == {"small": "memory"}
+
+
+def test_a_plan_says_what_capture_does(case: Any) -> None:
+    model, batches, graph, whole = case
+    budget = sum(whole.memory().values()) // 4
+    plan = s3d.plan_capture(graph, batches[0], BATCHES, budget)
+    found = captured(case, "disk")
+    assert plan.places == found.plan.places
+    assert plan.disk_bytes == found.plan.disk_bytes
+    assert isinstance(found.stream, DiskStream)
+    # Up to the alignment of the tensors, and to indices that need half the space.
+    assert found.stream.size <= plan.disk_bytes + 64 * 3 * len(found.stream.records)
+    assert plan.memory_bytes <= budget
+    text = str(plan)
+    assert all(name in text for name in graph.units)
+    assert "on disk" in text
+    assert plan.capture_seconds > 0
+    assert plan.step_seconds > 0
+
+
+def test_dense_operators(case: Any) -> None:
+    for operator in case[3].values():
+        formed = DenseOperator(operator.dense())
+        V = torch.randn(3, *operator.shape, dtype=operator.dtype)
+        torch.testing.assert_close(formed.matvec(V), operator.matvec(V), rtol=1e-9, atol=1e-14)
+        filters = torch.tensor([operator.shape[0] - 1])
+        torch.testing.assert_close(formed.restrict(filters).dense(), operator.dense()[-1:], rtol=1e-9, atol=1e-14)
+        assert formed.nbytes == formed.dense().nbytes
+    with pytest.raises(ValueError, match="matrices must have shape"):
+        DenseOperator(torch.zeros(3, 4, 5))
+
+
+WORKER = """
+import resource, sys, torch, torch.nn.functional as F
+import s3d_fast as s3d
+from s3d_fast.models import MLP
+
+torch.set_num_threads(1)
+budget = sys.argv[1] if sys.argv[1] != "none" else None
+torch.manual_seed(0)
+model = MLP([200, 240, 240, 10]).eval()
+batches = [(torch.randn(4000, 200), torch.randint(10, (4000,))) for _ in range(20)]
+graph = s3d.trace(model, batches[0][0][:2])
+s3d.capture(model, F.cross_entropy, batches[:1], graph)
+own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+operators = s3d.capture(model, F.cross_entropy, batches, graph, memory_budget=budget)
+spectra = s3d.extremal_eigenpairs(operators, tol=1e-2)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(1024 * (peak - own), sum(operators.memory().values()), sorted(set(operators.plan.places.values())))
+print(*(float(s.lambda_min.sum() + s.lambda_max.sum()) for s in spectra.values()))
+"""
+
+
+def run_worker(budget: str) -> tuple[int, int, str, list[float]]:
+    command = [sys.executable, "-c", WORKER, budget]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent).stdout
+    first, second = out.strip().splitlines()
+    peak, held, places = first.split(" ", 2)
+    return int(peak), int(held), places, [float(value) for value in second.split()]
+
+
+def test_resident_memory_stays_within_the_budget() -> None:
+    peak, held, _, wanted = run_worker("none")
+    # What the operators hold is most of what the process grows by.
+    assert held > 60_000_000
+    assert peak > 0.8 * held
+    budget = held // 10
+    peak, _, places, got = run_worker(str(budget))
+    assert "disk" in places
+    # Beyond the budget: the basis of Lanczos, which is a vector per step and filter, and what malloc keeps.
+    basis = 4 * (240 * 201 + 240 * 241) * 64
+    assert peak < budget + basis + 10_000_000
+    assert got == pytest.approx(wanted, rel=1e-4)
+
+
+def half_precise() -> Iterator[nn.Module]:
+    torch.manual_seed(0)
+    yield nn.Sequential(nn.Linear(6, 20), nn.Softplus(), nn.Linear(20, 1))
+
+
+def test_bfloat16_is_chosen_where_it_is_accurate_enough() -> None:
+    # A loss whose gradient has one sign: nothing cancels.
+    (model,) = half_precise()
+    batches = [(torch.randn(4000, 6), torch.zeros(4000, 1)) for _ in range(4)]
+    graph = s3d.trace(model, batches[0][0][:2])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).mean()
+
+    whole = s3d.capture(model, loss, batches, graph)
+    plan = s3d.plan_capture(graph, batches[0], 4, sum(whole.memory().values()))
+    assert all(need.half_error < 0.05 for need in plan.needs)
+    found = [s3d.capture(model, loss, batches, graph, dtype=dtype) for dtype in (None, torch.bfloat16)]
+    spectra = [s3d.extremal_eigenpairs(one, solver="exact") for one in found]
+    for name, exact in spectra[0].items():
+        error = (spectra[1][name].lambda_max - exact.lambda_max).abs() / exact.radius
+        assert float(error.max()) < 1e-3
