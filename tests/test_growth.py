@@ -707,9 +707,7 @@ def test_a_killed_run_resumes(
     assert loader.begun == grow_worker.PHASES * grow_worker.EPOCHS - grow_worker.epochs_kept(deaths)
     assert record(run.history) == record(whole[1].history)
     assert_like_the_whole_run(folder, whole[0])
-    # NOT-YET: killed between the last checkpoint and the history.
-    if scenario != "after-phase-2":
-        assert history_file(folder) == [as_strict(asdict(phase)) for phase in run.history]
+    assert history_file(folder) == [as_strict(asdict(phase)) for phase in run.history]
 
 
 def test_a_killed_process_is_resumed_by_another(tmp_path: Path, whole: tuple[Path, s3d.Grower]) -> None:
