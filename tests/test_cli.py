@@ -391,14 +391,19 @@ def test_bad_usage(
         (["grow", "digits", "--method", "uniform", "--like", "empty"], "run.json"),
         (["grow", "digits", "--method", "uniform", "--macs", "1,2,3,4,5,6"], "like"),
         (["inspect", "missing"], "missing"),
-        (["inspect", "empty"], "empty is not the folder of a run"),
+        (["inspect", "empty"], "empty must be the folder of a run"),
         (["inspect", "DIGITS", "--phase", "7"], "no network of phase 7"),
         (["inspect", "DIGITS", "--phase", "-1"], "no network of phase -1"),
         (["inspect", "DIGITS", "--data", "empty"], "--data"),
         (["inspect", "IMAGENET", "--data", "empty"], "expected folders train and val"),
+        (["grow", "--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["grow", "--method", "uniform", "--device", "meta:nonsense"], "device 'meta:nonsense' cannot be used"),
+        (["grow", "--label-smoothing", "1.5"], "label_smoothing must be below 1"),
+        (["grow", "--method", "uniform", "--decay-at", "2"], "decay_at must hold shares"),
+        (["grow", "--method", "uniform", "--fraction", "2"], "fraction must lie in (0, 1]"),
         (["compare", "missing"], "missing"),
         (["compare", "DIGITS", "empty"], "run.json"),
-        (["visualize", "--run", "empty", "--image", "IMAGE"], "empty is not the folder of a run"),
+        (["visualize", "--run", "empty", "--image", "IMAGE"], "empty must be the folder of a run"),
         (["visualize", "--run", "DIGITS", "--image", "IMAGE"], "three channels"),
         (["visualize", "--run", "IMAGENET", "--image", "missing.jpg"], "missing.jpg"),
         (["visualize", "--run", "IMAGENET", "--image", "IMAGE", "--layer", "nowhere"], "nowhere"),
@@ -449,3 +454,36 @@ def test_the_folder_of_another_run_is_refused(
     assert main(["grow", "digits", *SMALL, "--out", str(digits_run), "--tensorboard", *changes]) == 2
     assert message in capsys.readouterr().err
     assert listing(digits_run) == before
+
+
+def test_inspect_says_what_a_description_lacks(
+    tmp_path: Path, digits_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "recipe must be a string, got nothing" in capsys.readouterr().err
+    about = json.loads((digits_run / "run.json").read_text())
+    del about["classes"]
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "does not say classes" in capsys.readouterr().err
+
+
+def test_networks_from_scratch_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "uniform"
+    assert main(["grow", *SMALL, "--method", "uniform", "--quiet", "--no-report", "--out", str(folder)]) == 0
+    capsys.readouterr()
+    for phase in (0, 1):
+        assert main(["inspect", str(folder), "--phase", str(phase)]) == 0
+        assert f"size-{phase:03d}" in capsys.readouterr().out
+    assert main(["inspect", str(folder), "--phase", "2"]) == 2
+
+
+def test_the_folder_of_a_grower_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests import grow_worker
+
+    grow_worker.grower(tmp_path, phases=1).run()
+    before = listing(tmp_path)
+    assert main(["grow", *SMALL, "--quiet", "--out", str(tmp_path)]) == 2
+    assert "something else than a recipe" in capsys.readouterr().err
+    assert listing(tmp_path) == before
