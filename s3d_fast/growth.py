@@ -233,7 +233,14 @@ class Grower:
 
         # The seconds of epochs that were trained before the run was resumed count as well.
         phase.seconds["train"] = sum(epoch["seconds"] for epoch in phase.epochs)
-        self.train(self.model, self.optimizer, phase.index, start=len(phase.epochs), after_epoch=after_epoch)
+        self.train(
+            self.model,
+            self.optimizer,
+            phase.index,
+            start=len(phase.epochs),
+            loss_scale=phase.epochs[-1]["loss_scale"] if phase.epochs else None,
+            after_epoch=after_epoch,
+        )
 
     def _split(self, phase: Phase) -> None:
         # A state of its own, so that a split that comes later, in a resumed run, is the same.

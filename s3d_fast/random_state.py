@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def seed_all(*key: int) -> None:
-    """Seed PyTorch, Python and numpy from a key, such that different keys give unrelated states."""
+    """Seed PyTorch, Python and numpy from a key; different keys of one length give unrelated states."""
     state = int(np.random.SeedSequence(key).generate_state(1)[0])
     torch.manual_seed(state)
     random.seed(state)

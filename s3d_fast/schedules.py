@@ -31,7 +31,8 @@ def step_decay(epochs: int, at: Sequence[float] = (0.5, 0.75), factor: float = 0
     for share in at:
         if not 0 < share <= 1:
             raise ValueError(f"at must hold shares of the epochs in (0, 1], got {share!r}")
-    return lambda epoch: factor ** sum(epoch >= share * epochs for share in at)
+    # A share of the epochs that is a whole number of them may come out of the product a bit above it.
+    return lambda epoch: factor ** sum(epoch >= share * epochs * (1 - 1e-9) for share in at)
 
 
 def cosine(epochs: int) -> Schedule:

@@ -21,13 +21,17 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 @dataclass(frozen=True)
 class Epoch:
-    """What happened in one epoch: its number, the mean training loss, the last learning rate, seconds, samples."""
+    """What happened in one epoch: its number, the mean training loss, the last learning rate, seconds, samples.
+
+    `loss_scale` is what fp16 multiplies the loss with by then; 1 in other precisions.
+    """
 
     epoch: int
     loss: float
     learning_rate: float
     seconds: float
     samples: int
+    loss_scale: float = 1.0
 
 
 class EpochTrainer:
@@ -72,6 +76,7 @@ class EpochTrainer:
         phase: int,
         *,
         start: int = 0,
+        loss_scale: float | None = None,
         before_epoch: Callable[[int], object] = lambda epoch: None,
         after_epoch: Callable[[Epoch], object] = lambda epoch: None,
     ) -> None:
@@ -82,6 +87,7 @@ class EpochTrainer:
             optimizer: of its parameters; its learning rates are those that the schedule's factor multiplies.
             phase: its number, for the bar and for errors.
             start: the epochs that were trained before, in a run that is resumed.
+            loss_scale: that of the last of them.
             before_epoch: called with the number of each epoch.
             after_epoch: called with what happened in it.
 
@@ -92,6 +98,8 @@ class EpochTrainer:
         if self.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         step = _Step(torch.compile(model) if self.compile else model, optimizer, self.loss_fn, self.precision, device)
+        if loss_scale is not None:
+            step.loss_scale = loss_scale
         rates = [group["lr"] for group in optimizer.param_groups]
         model.train()
         with tqdm(desc=f"phase {phase}", unit=" samples", disable=not self.progress) as bar:
@@ -110,6 +118,7 @@ class EpochTrainer:
         began, samples, batches = time.perf_counter(), 0, 0
         # Kept on the device: reading the loss after every batch would make a GPU wait.
         total = torch.zeros((), dtype=torch.float64, device=step.device)
+        step.begin()
         for batch in self.loader:
             factor = self.schedule(epoch + batches / length if length else float(epoch))
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -123,7 +132,8 @@ class EpochTrainer:
                 bar.total, bar.n = length * self.epochs * count, start * length * count
             bar.update(count)
         mean = float(total) / max(batches, 1)
-        return Epoch(epoch, mean, optimizer.param_groups[0]["lr"], time.perf_counter() - began, samples)
+        seconds, rate = time.perf_counter() - began, optimizer.param_groups[0]["lr"]
+        return Epoch(epoch, mean, rate, seconds, samples, step.end())
 
 
 class _Step:
@@ -143,7 +153,17 @@ class _Step:
         mixed = precision != "fp32"
         self.autocast = torch.autocast(device.type, PRECISIONS[precision] if mixed else None, enabled=mixed)
         # The gradients of fp16 are too small to be represented unless the loss is scaled.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        self.scales = precision == "fp16"
+        self.loss_scale = 2.0**16 if self.scales else 1.0
+
+    def begin(self) -> None:
+        """Begin an epoch, with a scaler that knows nothing but the scale: as one that is resumed would begin."""
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale, enabled=self.scales)
+
+    def end(self) -> float:
+        """End an epoch; return the scale of the loss."""
+        self.loss_scale = self.scaler.get_scale()
+        return self.loss_scale
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the loss before the update."""
@@ -162,6 +182,8 @@ def moved(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
         images = channels_last and batch.dim() == 4
         memory_format = torch.channels_last if images else torch.preserve_format
         return batch.to(device, non_blocking=True, memory_format=memory_format)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(part, device, channels_last) for part in batch))
     if type(batch) in (tuple, list):
         return type(batch)(moved(part, device, channels_last) for part in batch)
     if type(batch) is dict:

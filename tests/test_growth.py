@@ -707,9 +707,7 @@ def test_a_killed_run_resumes(
     assert loader.begun == grow_worker.PHASES * grow_worker.EPOCHS - grow_worker.epochs_kept(deaths)
     assert record(run.history) == record(whole[1].history)
     assert_like_the_whole_run(folder, whole[0])
-    # NOT-YET: killed between the last checkpoint and the history.
-    if scenario != "after-phase-2":
-        assert history_file(folder) == [as_strict(asdict(phase)) for phase in run.history]
+    assert history_file(folder) == [as_strict(asdict(phase)) for phase in run.history]
 
 
 def test_a_killed_process_is_resumed_by_another(tmp_path: Path, whole: tuple[Path, s3d.Grower]) -> None:
@@ -807,3 +805,24 @@ def test_more_phases_continue_with_a_split_or_not_at_all(tmp_path: Path, whole: 
         return
     # There is a split between every two phases.
     assert [phase.widths for phase in longer.history] == [phase.widths for phase in whole[1].history]
+
+
+@pytest.mark.parametrize("size", [0.01, 30.0], ids=["small", "overflowing"])
+def test_the_scale_of_the_loss_is_resumed(size: float, tmp_path: Path) -> None:
+    def grower(folder: Path | None, loader: Interrupted) -> s3d.Grower:
+        # From about 1 on, the first scale of 65536 makes half precision overflow: it is halved a few times.
+        trainer = s3d.EpochTrainer(
+            loader, lambda output, target: size * cross_entropy(output, target), epochs=4, precision="fp16"
+        )
+        return grow_worker.grower(folder, train=trainer, phases=1)
+
+    whole = grower(None, Interrupted())
+    whole.run()
+    scales = [epoch["loss_scale"] for epoch in whole.history[0].epochs]
+    assert scales[0] == 65536 if size < 1 else scales[0] < 65536
+    with pytest.raises(KeyboardInterrupt):
+        grower(tmp_path, Interrupted(2)).run()
+    resumed = grower(tmp_path, Interrupted())
+    resumed.run(resume=True)
+    assert_same_tensors(state(resumed), state(whole))
+    assert [epoch["loss_scale"] for epoch in resumed.history[0].epochs] == scales

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -483,3 +483,23 @@ def test_a_key_determines_all_generators() -> None:
     assert drawn[1] == drawn[5]
     for generator in range(3):
         assert len({tuple(every[generator]) for every in drawn}) == 5
+
+
+def test_named_tuples_are_moved_as_what_they_are() -> None:
+    class Pair(NamedTuple):
+        x: Tensor
+        y: list[Tensor]
+
+    found = moved(Pair(torch.zeros(1, 2, 3, 4), [torch.ones(2)]), torch.device("cpu"), channels_last=True)
+    assert isinstance(found, Pair)
+    assert found.x.is_contiguous(memory_format=torch.channels_last)
+    assert isinstance(found.y, list)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "share", "at"), [(100, 0.55, 55), (100, 0.07, 7), (100, 0.14, 14), (160, 0.75, 120)]
+)
+def test_a_rate_decays_when_its_share_has_passed_and_not_an_epoch_later(epochs: int, share: float, at: int) -> None:
+    schedule = schedules.step_decay(epochs, (share,))
+    assert schedule(at - 1e-3) == 1
+    assert schedule(float(at)) == pytest.approx(0.1)

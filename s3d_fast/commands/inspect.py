@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.graph import Graph
 from s3d_fast.random_state import seed_all
 from s3d_fast.recipes.running import make_loss, make_network
-from s3d_fast.report.runs import read_spectra
+from s3d_fast.report.runs import read_about, read_spectra
 from s3d_fast.run_folder import RunFolder
 from s3d_fast.schemes import split_gain
 from s3d_fast.solvers import extremal_eigenpairs
@@ -51,8 +51,8 @@ def _run(options: argparse.Namespace) -> int:
     phase = int(path.stem.rpartition("-")[2])
     if options.data is not None or recipe.dataset == "digits":
         ends, where = _computed(recipe, model, graph, options), f"{recipe.split_samples} training samples"
-    elif RunFolder(options.folder).file("spectra", phase).exists():
-        ends, where = read_spectra(options.folder, phase), "the run"
+    elif RunFolder(path.parent).file("spectra", phase).exists():
+        ends, where = read_spectra(path.parent, phase), "the run"
     else:
         print("\nThe run has not computed the spectra of this network; give --data to do so.")
         return 0
@@ -61,27 +61,29 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def saved_network(run: Path, phase: int | None) -> tuple[dict, Path]:
+def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
     """Return run.json and the path of a network of a run.
 
     Raises:
-        ValueError: there is no run in the folder, or it has no network of this phase.
+        FileNotFoundError, ValueError: there is no run in the folder, or it has no network of this phase.
     """
-    description = run / "run.json"
-    if not description.exists():
-        raise ValueError(f"{run} is not the folder of a run: it has no run.json")
-    networks = RunFolder(run).networks()
+    about = read_about(run)
+    missing = [name for name in ("classes", "input_shape") if name not in about]
+    if missing:
+        raise ValueError(f"{run / 'run.json'} does not say {' and '.join(missing)}; was it written by s3d-fast grow?")
+    # Networks that were trained from scratch have folders of their own.
+    sizes = sorted(run.glob("size-*"))
+    networks = [path for size in sizes for path in RunFolder(size).networks()] or RunFolder(run).networks()
     if not networks:
         raise ValueError(f"{run} has no network-*.safetensors yet")
     if phase is None:
-        return json.loads(description.read_text()), networks[-1]
-    path = RunFolder(run).file("network", phase)
-    if path not in networks:
-        raise ValueError(f"{run} has no network of phase {phase}; it has {', '.join(p.name for p in networks)}")
-    return json.loads(description.read_text()), path
+        return about, networks[-1]
+    if not 0 <= phase < len(networks):
+        raise ValueError(f"{run} has no network of phase {phase}; it has {len(networks)} of them, from 0 on")
+    return about, networks[phase]
 
 
-def recipe_of(about: dict) -> recipes.Recipe:
+def recipe_of(about: dict[str, Any]) -> recipes.Recipe:
     """Return the recipe of a run, with its settings."""
     return recipes.recipe(about["recipe"], about["preset"]).with_settings(about["settings"])
 

@@ -75,6 +75,13 @@ class Recipe:
             if getattr(self, name) is not None:
                 checks.is_count(name, getattr(self, name))
         checks.is_count("steps", self.steps, at_least=0)
+        for name in ("momentum", "label_smoothing"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be below 1, got {getattr(self, name)!r}")
+        for share in self.decay_at:
+            checks.is_number("decay_at", share)
+            if not 0 < share <= 1:
+                raise ValueError(f"decay_at must hold shares of the epochs in (0, 1], got {share!r}")
         checks.is_choice("optimizer", self.optimizer, ("sgd", "adam"))
         checks.is_choice("schedule", self.schedule, ("step", "cosine", "constant"))
         checks.is_copy_count(self.m)
@@ -83,8 +90,15 @@ class Recipe:
             raise ValueError(
                 f"split_samples must be a multiple of split_batch, got {self.split_samples} and {self.split_batch}"
             )
-        if len(self.widths) != len(self.full_widths) or min(self.widths) < 1:
+        if not isinstance(self.widths, tuple) or len(self.widths) != len(self.full_widths):
             raise ValueError(f"widths must be {len(self.full_widths)} positive integers, got {self.widths!r}")
+        for name in ("widths", "macs"):
+            for value in getattr(self, name) or ():
+                checks.is_count(name, value)
+        if self.fraction is not None:
+            checks.is_positive("fraction", self.fraction)
+            if self.fraction > 1:
+                raise ValueError(f"fraction must lie in (0, 1], got {self.fraction!r}")
         if (self.fraction is None) == (self.macs is None):
             raise ValueError("give one of fraction and macs")
         if self.macs is not None and len(self.macs) < self.steps:

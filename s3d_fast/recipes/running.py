@@ -77,6 +77,11 @@ class Job:
         checks.is_choice("method", self.method, tuple(METHODS))
         checks.is_choice("scratch", self.scratch, ("total", "phase"))
         checks.is_count("seed", self.seed, at_least=0)
+        try:
+            torch.empty(0, device=self.torch_device)
+        # What PyTorch raises for a device that is not there depends on the device.
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {self.device!r} cannot be used: {error}") from error
         if self.method != "uniform" and (self.like is not None or self.scratch != "total"):
             raise ValueError("like and scratch go with method 'uniform'")
         if self.method == "uniform" and self.start is not None:
@@ -244,11 +249,13 @@ def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], resume: bool) -> l
         alone = replace(recipe, widths=widths, steps=0, epochs=epochs)
         model = make_network(alone, job.dataset.classes, job.seed, job.torch_device)
         out = None if job.out is None else job.out / f"size-{index:03d}"
+        was_finished = out is not None and RunFolder(out).file("phase", 0).exists()
         (phase,) = _grower(replace(job, after_phase=lambda phase: None), alone, model, phases=1, out=out).run(resume)
         history.append(replace(phase, index=index))
         if job.out is not None:
             RunFolder(job.out).write_history([asdict(past) for past in history])
-        job.after_phase(history[-1])
+        if not was_finished:
+            job.after_phase(history[-1])
     return history
 
 
@@ -306,6 +313,8 @@ def _describe(job: Job, resume: bool) -> None:
             raise ValueError(f"out: {job.out} holds another run: {', '.join(differing)} differ; give another folder")
         if not resume:
             raise ValueError(f"out: {job.out} holds a run already; resume it, or give another folder")
+    elif RunFolder(job.out).latest() is not None:
+        raise ValueError(f"out: {job.out} holds a run of something else than a recipe; give another folder")
     job.out.mkdir(parents=True, exist_ok=True)
     about["environment"] = env.report()
     about["command"] = sys.argv

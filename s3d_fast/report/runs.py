@@ -148,7 +148,7 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} must be the folder of a run, and is not a folder")
-    about = _about(folder / "run.json")
+    about = read_about(folder)
     lines, notes = _history(folder / "history.jsonl")
     phases = {phase.index: phase for phase in lines}
     return Run(folder, about, [phases[index] for index in sorted(phases)], notes)
@@ -195,7 +195,14 @@ def main_metric(runs: Sequence[Run]) -> str | None:
     return "accuracy" if "accuracy" in names else next(iter(names), None)
 
 
-def _about(path: Path) -> dict[str, Any]:
+def read_about(folder: Path) -> dict[str, Any]:
+    """Return run.json: what the run is.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it does not hold what it should.
+    """
+    path = folder / "run.json"
     record = _mapping(path.name, _parse(path.name, _text(path.name, _bytes(path))))
     wanted: dict[str, tuple[type, Any]] = {
         "recipe": (str, None),
