@@ -27,23 +27,30 @@ class Captured(dict[str, SplittingOperator]):
 
     Attributes:
         loss: the average over the batches.
-        plan: what is kept of every unit, and where.
+        plan: what is kept of every unit, and where, if there was a budget.
         stream: through which units are read again at every step, if any are.
     """
 
     loss: float = float("nan")
-    plan: CapturePlan
+    plan: CapturePlan | None = None
     stream: Stream | None = None
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that each unit's operator holds on to."""
         return {name: operator.nbytes for name, operator in self.items()}
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all operators hold on to, the buffers of a scratch file included."""
+        return sum(self.memory().values()) + (0 if self.stream is None else self.stream.nbytes)
+
     def report(self) -> str:
         """Return what was chosen, and what it has cost so far."""
+        if self.plan is None:
+            return f"Everything is in memory: {memory.as_text(self.nbytes)}."
         lines = [str(self.plan)]
         if self.stream is not None:
-            passes = f"{self.stream.passes} passes over {self.plan.batches} batches"
+            passes = f"{self.stream.passes} passes over {self.stream.batches} batches"
             lines.append(f"Until now: {passes}, {self.stream.seconds:.3g} s of waiting for them.")
         return "\n".join(lines)
 
@@ -108,8 +115,7 @@ def capture(
         raise ValueError("batches must hold at least one batch, got none")
     captured = Captured({unit.name: keeper.operator(unit.name, len(losses)) for unit in chosen})
     captured.loss = sum(losses) / len(losses)
-    captured.plan = plan or decide([], len(losses), None, 0.0)
-    captured.stream = keeper.stream
+    captured.plan, captured.stream = plan, keeper.stream
     return captured
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from s3d_fast import checkpoint, checks, costs
+from s3d_fast import checkpoint, checks, costs, memory
 from s3d_fast.capture import capture
 from s3d_fast.graph import Graph
 from s3d_fast.plan import SplitPlan
@@ -99,6 +99,7 @@ class Grower:
         selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
             phase and the graph that returns them.
         solver: options for `extremal_eigenpairs`, such as dict(tol=1e-2).
+        memory_budget: the bytes that splitting operators may hold on to, as for `capture`.
         units: names of the units that may be split; all by default.
         plan: makes the split plan from the phase and the graph, in place of capture, eigenpairs and selection.
         trained: the model is trained already: the first phase begins with its evaluation.
@@ -127,6 +128,7 @@ class Grower:
         eps: float = 0.01,
         selection: Options | Callable[[int, Graph], Options] | None = None,
         solver: Options | None = None,
+        memory_budget: int | str | None = None,
         units: Sequence[str] | None = None,
         plan: Callable[[int, Graph], SplitPlan] | None = None,
         trained: bool = False,
@@ -139,6 +141,9 @@ class Grower:
         checks.is_count("phases", phases)
         checks.is_positive("eps", eps)
         checks.is_count("seed", seed, at_least=0)
+        if memory_budget is not None:
+            memory.as_bytes("memory_budget", memory_budget)
+        self.memory_budget = memory_budget
         self.model, self.example_input, self.loss_fn = model, example_input, loss_fn
         self.batches, self.train, self.phases, self.eps = batches, train, phases, eps
         self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection
@@ -269,10 +274,20 @@ class Grower:
             with self._timed(phase, "select"):
                 return self.plan(phase.index, graph)
         with self._timed(phase, "capture"):
-            operators = capture(self.model, self.loss_fn, batches, graph, units=self.units, progress=self.progress)
-        phase.loss, phase.memory = operators.loss, sum(operators.memory().values())
+            operators = capture(
+                self.model,
+                self.loss_fn,
+                batches,
+                graph,
+                units=self.units,
+                memory_budget=self.memory_budget,
+                progress=self.progress,
+            )
+        phase.loss = operators.loss
         with self._timed(phase, "solve"):
             spectra = extremal_eigenpairs(operators, **self.solver)
+        # After the solver, which makes the buffers of a scratch file.
+        phase.memory = operators.nbytes
         phase.unconverged = sum(int((~spectrum.converged).sum()) for spectrum in spectra.values())
         phase.matvecs = max((int(spectrum.matvecs.max()) for spectrum in spectra.values()), default=0)
         if self.folder is not None:

@@ -6,6 +6,7 @@ import copy
 import os
 import tempfile
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,6 +72,11 @@ class Stream(Source):
 
     def __init__(self) -> None:
         self.batches, self.passes, self.seconds = 0, 0, 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the stream holds on to."""
+        return 0
 
     @abstractmethod
     def parts(self, units: Collection[str]) -> Iterator[Part]:
@@ -153,10 +159,16 @@ class DiskStream(Stream):
     def __init__(self, folder: str | os.PathLike[str] | None, part_bytes: int) -> None:
         super().__init__()
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the stream
+        weakref.finalize(self, self.file.close)
         self.part_bytes, self.size = part_bytes, 0
         self.records: list[_Record] = []
         self.buffers: list[Tensor] = []
         self.device = torch.device("cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def append(self, unit: str, operator: SplittingOperator) -> None:
         """Write an operator to the file; those of one batch follow one another.

@@ -487,3 +487,14 @@ def test_the_folder_of_a_grower_is_left_as_it_was(tmp_path: Path, capsys: pytest
     assert main(["grow", *SMALL, "--quiet", "--out", str(tmp_path)]) == 2
     assert "something else than a recipe" in capsys.readouterr().err
     assert listing(tmp_path) == before
+
+
+def test_a_dry_run_says_what_a_capture_keeps(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "digits", "--dry-run", "--preset", "cpu"]) == 0
+    everything = capsys.readouterr().out
+    assert "no budget" in everything
+    assert "GFLOP" in everything
+    assert main(["inspect", str(digits_run), "--dry-run", "--memory-budget", "20MB"]) == 0
+    assert "a budget of 19.1 MiB" in capsys.readouterr().out
+    assert main(["inspect", "digits", "--dry-run", "--memory-budget", "little"]) == 2
+    assert "memory_budget must be a positive number of bytes" in capsys.readouterr().err

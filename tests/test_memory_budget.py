@@ -161,7 +161,7 @@ def test_bad_budgets_are_refused(case: Any) -> None:
 
     with pytest.raises(ValueError, match="memory_budget is too small"):
         capture(batches, memory_budget=100)
-    with pytest.raises(ValueError, match="memory_budget must be a positive number of bytes.*'much'"):
+    with pytest.raises(ValueError, match=r"memory_budget must be a positive number of bytes.*'much'"):
         capture(batches, memory_budget="much")
     with pytest.raises(ValueError, match="batches must have a length"):
         capture(iter(batches), memory_budget="1GiB")
@@ -223,7 +223,7 @@ def test_small_matrices_are_formed() -> None:
 
 
 def test_a_plan_says_what_capture_does(case: Any) -> None:
-    model, batches, graph, whole = case
+    _, batches, graph, whole = case
     budget = sum(whole.memory().values()) // 4
     plan = s3d.plan_capture(graph, batches[0], BATCHES, budget)
     found = captured(case, "disk")
@@ -260,15 +260,16 @@ from s3d_fast.models import MLP
 torch.set_num_threads(1)
 budget = sys.argv[1] if sys.argv[1] != "none" else None
 torch.manual_seed(0)
-model = MLP([200, 240, 240, 10]).eval()
-batches = [(torch.randn(4000, 200), torch.randint(10, (4000,))) for _ in range(20)]
+model = MLP([100, 120, 120, 10]).eval()
+batches = [(torch.randn(4000, 100), torch.randint(10, (4000,))) for _ in range(20)]
 graph = s3d.trace(model, batches[0][0][:2])
 s3d.capture(model, F.cross_entropy, batches[:1], graph)
 own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 operators = s3d.capture(model, F.cross_entropy, batches, graph, memory_budget=budget)
-spectra = s3d.extremal_eigenpairs(operators, tol=1e-2)
+spectra = s3d.extremal_eigenpairs(operators, tol=1e-2, max_iters=16)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(1024 * (peak - own), sum(operators.memory().values()), sorted(set(operators.plan.places.values())))
+places = sorted(set(operators.plan.places.values())) if budget else []
+print(1024 * (peak - own), sum(operators.memory().values()), places)
 print(*(float(s.lambda_min.sum() + s.lambda_max.sum()) for s in spectra.values()))
 """
 
@@ -284,14 +285,14 @@ def run_worker(budget: str) -> tuple[int, int, str, list[float]]:
 def test_resident_memory_stays_within_the_budget() -> None:
     peak, held, _, wanted = run_worker("none")
     # What the operators hold is most of what the process grows by.
-    assert held > 60_000_000
+    assert held > 100_000_000
     assert peak > 0.8 * held
     budget = held // 10
     peak, _, places, got = run_worker(str(budget))
     assert "disk" in places
-    # Beyond the budget: the basis of Lanczos, which is a vector per step and filter, and what malloc keeps.
-    basis = 4 * (240 * 201 + 240 * 241) * 64
-    assert peak < budget + basis + 10_000_000
+    # Beyond the budget: the basis of Lanczos, a vector per step and filter, and what malloc keeps.
+    basis = 4 * (120 * 101 + 120 * 121) * 16
+    assert peak < budget + basis + 8_000_000
     assert got == pytest.approx(wanted, rel=1e-4)
 
 

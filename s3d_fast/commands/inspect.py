@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from s3d_fast import recipes
-from s3d_fast.capture import capture
+from s3d_fast.capture import capture, plan_capture
 from s3d_fast.checkpoint import load_grown
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.graph import Graph
@@ -34,13 +34,21 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="show what can be split in a network of a run, and its spectra",
         description="Print which layers can be split and why not, and the extreme eigenvalues of every layer.",
     )
-    command.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
+    command.add_argument("folder", type=Path, metavar="RUN", help="folder of a run; or a recipe, with --dry-run")
     command.add_argument("--phase", type=int, help="whose network; the last by default")
     add_data_options(command)
+    dry = command.add_argument_group("before a run starts")
+    dry.add_argument(
+        "--dry-run", action="store_true", help="say what a capture will keep, where, and how long it will take"
+    )
+    dry.add_argument("--preset", choices=recipes.PRESETS, default="paper", help="of the recipe; default: %(default)s")
+    dry.add_argument("--memory-budget", metavar="BYTES", help="such as 4GiB; by default the recipe's")
     command.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        return _dry_run(options)
     about, path = saved_network(options.folder, options.phase)
     recipe = recipe_of(about)
     model = make_network(recipe, about["classes"])
@@ -58,6 +66,28 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     print(f"\nExtreme eigenvalues of the filters, from {where}; G: the gains for m = {recipe.m}, c = {recipe.c}:")
     print(text_table(_table(ends, recipe)))
+    return 0
+
+
+def _dry_run(options: argparse.Namespace) -> int:
+    """Print the plan of the capture of a recipe's seed network, or of a run's last network."""
+    name = str(options.folder)
+    if name in recipes.RECIPES:
+        recipe = recipes.recipe(name, options.preset)
+        dataset = load_dataset(recipe, options)
+        model = make_network(recipe, dataset.classes)
+    else:
+        about, path = saved_network(options.folder, options.phase)
+        recipe = recipe_of(about)
+        dataset = load_dataset(recipe, options)
+        model = make_network(recipe, about["classes"])
+        load_grown(model, path)
+    seed_all(0)
+    (batch,) = dataset.train.sample(recipe.split_batch, recipe.split_batch)
+    graph = trace(model, batch[0][:2])
+    units = [unit for unit in graph.units if recipe.may_split(unit)]
+    budget = options.memory_budget or recipe.memory_budget
+    print(plan_capture(graph, batch, recipe.split_samples // recipe.split_batch, budget, units=units))
     return 0
 
 

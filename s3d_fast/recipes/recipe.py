@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from s3d_fast import checks, schedules
+from s3d_fast import checks, memory, schedules
 
 # (widths, classes) -> network
 Network = Callable[[Sequence[int], int], nn.Module]
@@ -55,6 +55,7 @@ class Recipe:
     macs: tuple[int, ...] | None = _setting("in place of fraction: the MACs that each step may grow to")
     split_samples: int = _setting("training samples that the splitting matrices are computed on", 1024)
     split_batch: int = _setting("samples of a batch of those", 256)
+    memory_budget: str | None = _setting("bytes that splitting operators may take, such as 4GiB; no limit by default")
     tol: float = _setting("accuracy of eigenpairs, relative to the spectral radius", 1e-2)
 
     def __post_init__(self) -> None:
@@ -84,6 +85,8 @@ class Recipe:
                 raise ValueError(f"decay_at must hold shares of the epochs in (0, 1], got {share!r}")
         checks.is_choice("optimizer", self.optimizer, ("sgd", "adam"))
         checks.is_choice("schedule", self.schedule, ("step", "cosine", "constant"))
+        if self.memory_budget is not None:
+            memory.as_bytes("memory_budget", self.memory_budget)
         checks.is_copy_count(self.m)
         checks.is_weight_bound(self.c)
         if self.split_samples % self.split_batch:

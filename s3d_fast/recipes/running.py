@@ -192,6 +192,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
     arguments: dict[str, Any] = {
         "eps": recipe.eps,
         "solver": {"tol": recipe.tol, "solver": "auto"},
+        "memory_budget": recipe.memory_budget,
         "evaluate": lambda trained: evaluate(trained, test, last),
         "after_phase": job.after_phase,
         "seed": job.seed,
