@@ -15,8 +15,8 @@ from s3d_fast import checks, fx_calls, layers, ops
 from s3d_fast.activations import Activation, activation
 from s3d_fast.edgeconv import EdgeConv
 from s3d_fast.graph import Graph, Unit
+from s3d_fast.losses import batch_loss
 from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator
-from s3d_fast.training import batch_loss
 
 
 class BatchCapture:

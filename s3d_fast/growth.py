@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from s3d_fast import checkpoint, checks, costs, memory
 from s3d_fast.capture import capture
+from s3d_fast.distributed import ALONE, World
 from s3d_fast.graph import Graph
 from s3d_fast.plan import SplitPlan
 from s3d_fast.random_state import random_state, seed_all, set_random_state
@@ -108,6 +109,8 @@ class Grower:
         out: a folder for checkpoints and the history, see `RunFolder`; without one nothing is written and nothing can
             be resumed.
         seed: of the random states.
+        world: the processes that run this together: `train` and `evaluate` see to their own parts, `batches` returns
+            this process's, and the first one writes the files.
         progress: show bars.
 
     Attributes:
@@ -136,6 +139,7 @@ class Grower:
         after_phase: Callable[[Phase], object] = lambda phase: None,
         out: str | Path | None = None,
         seed: int = 0,
+        world: World = ALONE,
         progress: bool = False,
     ) -> None:
         checks.is_count("phases", phases)
@@ -149,7 +153,7 @@ class Grower:
         self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection
         self.solver = {"tol": 1e-2} if solver is None else dict(solver)
         self.units, self.plan, self.trained, self.evaluate = units, plan, trained, evaluate
-        self.after_phase, self.seed, self.progress = after_phase, seed, progress
+        self.after_phase, self.seed, self.world, self.progress = after_phase, seed, world, progress
         self.folder = None if out is None else RunFolder(out)
         self.history: list[Phase] = []
         self.stopped: str | None = None
@@ -180,7 +184,9 @@ class Grower:
             ValueError: `resume` without `out`; a folder that holds another run; a loss that is not finite.
         """
         if self.folder is not None:
-            self.folder.prepare()
+            if self.world.is_first:
+                self.folder.prepare()
+            self.world.wait()
             found = self.folder.latest()
             if found is not None and not resume:
                 raise ValueError(f"out: {self.folder.path} holds a run already; resume it, or give another folder")
@@ -196,9 +202,12 @@ class Grower:
                 phase = self._phase(len(self.history))
                 self.history.append(phase)
                 self._save("phase", phase.index)
-                if self.folder is not None:
-                    self.folder.forget_epochs()
-                self.after_phase(phase)
+                if self.world.is_first:
+                    if self.folder is not None:
+                        self.folder.forget_epochs()
+                    self.after_phase(phase)
+                # None goes on before the files are there that it would need after a failure.
+                self.world.wait()
                 bar.update()
         return self.history
 
@@ -219,7 +228,7 @@ class Grower:
         with self._timed(phase, "evaluate"):
             if self.evaluate is not None:
                 phase.metrics = {name: float(value) for name, value in self.evaluate(self.model).items()}
-        if self.folder is not None:
+        if self.folder is not None and self.world.is_first:
             checkpoint.save_grown(self.model, self.folder.file("network", index))
         if index + 1 < self.phases:
             self._split(phase)
@@ -252,7 +261,9 @@ class Grower:
         seed_all(self.seed, phase.index, 1)
         graph = trace(self.model, self.example_input)
         batches = list(self.batches(phase.index) if callable(self.batches) else self.batches)
+        # The same in all processes, also where a search for the best one was cut short by the clock.
         plan = self._plan(phase, graph, batches)
+        plan = replace(plan, splits=self.world.same(plan.splits))
         for name, splits in plan.by_unit().items():
             phase.gains[name] = sum(split.gain for split in splits)
             phase.new_filters[name] = sum(split.copies - 1 for split in splits)
@@ -265,12 +276,18 @@ class Grower:
             apply_splits(self.model, plan, self.eps, self.optimizer)
         # What the split did, for comparison with what it promised: no unit is captured, only the loss.
         after = trace(self.model, self.example_input)
-        phase.split_loss = capture(self.model, self.loss_fn, batches, after, units=()).loss
+        phase.split_loss = self._loss(batches, after)
+
+    def _loss(self, batches: Sequence[Any], graph: Graph) -> float:
+        """Return the loss on the batches of all processes."""
+        mine = capture(self.model, self.loss_fn, batches, graph, units=()).loss
+        total, count = self.world.sum(len(batches) * mine, len(batches))
+        return total / count
 
     def _plan(self, phase: Phase, graph: Graph, batches: Sequence[Any]) -> SplitPlan:
         """Return the splits of this phase: those that gain the most, or what the function given has chosen."""
         if self.plan is not None:
-            phase.loss = capture(self.model, self.loss_fn, batches, graph, units=()).loss
+            phase.loss = self._loss(batches, graph)
             with self._timed(phase, "select"):
                 return self.plan(phase.index, graph)
         with self._timed(phase, "capture"):
@@ -283,6 +300,7 @@ class Grower:
                 memory_budget=self.memory_budget,
                 progress=self.progress,
             )
+            operators = self.world.shared(operators, len(batches))
         phase.loss = operators.loss
         with self._timed(phase, "solve"):
             spectra = extremal_eigenpairs(operators, **self.solver)
@@ -290,7 +308,7 @@ class Grower:
         phase.memory = operators.nbytes
         phase.unconverged = sum(int((~spectrum.converged).sum()) for spectrum in spectra.values())
         phase.matvecs = max((int(spectrum.matvecs.max()) for spectrum in spectra.values()), default=0)
-        if self.folder is not None:
+        if self.folder is not None and self.world.is_first:
             self.folder.write_spectra(phase.index, spectra)
         with self._timed(phase, "select"):
             return select(spectra, graph, **self._selection(phase.index, graph))
@@ -321,7 +339,7 @@ class Grower:
 
     def _save(self, kind: str, index: int, unfinished: Phase | None = None) -> None:
         """Write the checkpoint of a finished phase, or of an epoch of a phase that is unfinished; and the history."""
-        if self.folder is None:
+        if self.folder is None or not self.world.is_first:
             return
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         state, groups = checkpoint.optimizer_tensors(self.model, self.optimizer)
@@ -364,4 +382,5 @@ class Grower:
         if record["unfinished"] is not None:
             self._unfinished = (Phase(**record["unfinished"]), parts["random"], record["random"])
         # A process that was killed may have written the checkpoint and not the history.
-        self._write_history(self._unfinished[0] if self._unfinished else None)
+        if self.world.is_first:
+            self._write_history(self._unfinished[0] if self._unfinished else None)

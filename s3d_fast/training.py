@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Sized
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from s3d_fast import checks
+from s3d_fast.distributed import ALONE, World
+from s3d_fast.losses import batch_loss
 from s3d_fast.schedules import Schedule, constant
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +49,7 @@ class EpochTrainer:
             device has, which on a CPU is fp32.
         channels_last: keep images and filters with their channels innermost, which convolutions are faster with.
         compile: train through torch.compile; it compiles anew in every phase, since the layers have other sizes.
+        world: the processes that train together, each on its part of every batch; gradients are averaged.
         progress: show a bar with samples per second and the time left.
     """
 
@@ -61,13 +63,15 @@ class EpochTrainer:
         precision: str = "fp32",
         channels_last: bool = False,
         compile: bool = False,
+        world: World = ALONE,
         progress: bool = False,
     ) -> None:
         checks.is_count("epochs", epochs)
         checks.is_choice("precision", precision, ("auto", *PRECISIONS))
         self.loader, self.loss_fn, self.epochs = loader, loss_fn, epochs
         self.schedule = constant() if schedule is None else schedule
-        self.precision, self.channels_last, self.compile, self.progress = precision, channels_last, compile, progress
+        self.precision, self.channels_last, self.compile = precision, channels_last, compile
+        self.world, self.progress = world, progress
 
     def __call__(
         self,
@@ -97,7 +101,9 @@ class EpochTrainer:
         device = next(model.parameters()).device
         if self.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        step = _Step(torch.compile(model) if self.compile else model, optimizer, self.loss_fn, self.precision, device)
+        wrapped = self.world.wrap(model)
+        forward = torch.compile(wrapped) if self.compile else wrapped
+        step = _Step(forward, optimizer, self.loss_fn, self.precision, device)
         if loss_scale is not None:
             step.loss_scale = loss_scale
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -106,6 +112,7 @@ class EpochTrainer:
             for epoch in range(start, self.epochs):
                 before_epoch(epoch)
                 record = self._epoch(epoch, start, step, optimizer, rates, bar)
+                self.world.level(model)
                 if not math.isfinite(record.loss):
                     raise ValueError(f"the training loss is not finite in phase {phase}, epoch {epoch}: {record.loss}")
                 bar.set_postfix(epoch=epoch, loss=f"{record.loss:.4g}")
@@ -131,9 +138,10 @@ class EpochTrainer:
                 # Batches are of one size, which is known now.
                 bar.total, bar.n = length * self.epochs * count, start * length * count
             bar.update(count)
-        mean = float(total) / max(batches, 1)
+        loss, batches_of_all, samples_of_all = self.world.sum(float(total), batches, samples)
+        mean = loss / max(batches_of_all, 1)
         seconds, rate = time.perf_counter() - began, optimizer.param_groups[0]["lr"]
-        return Epoch(epoch, mean, rate, seconds, samples, step.end())
+        return Epoch(epoch, mean, rate, seconds, int(samples_of_all), step.end())
 
 
 class _Step:
@@ -196,27 +204,3 @@ def _samples(batch: Any) -> int:
     while isinstance(batch, (tuple, list, dict)) and batch:
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return len(batch) if isinstance(batch, Tensor) and batch.dim() else 1
-
-
-def batch_loss(
-    model: Callable[..., Any], loss_fn: Callable[[Any, Any], Tensor], batch: Any, name: str = "a batch"
-) -> Tensor:
-    """Return the loss of a model on a batch, for both kinds of loss function of `capture`; `name` is for errors.
-
-    Raises:
-        ValueError: the batch is not a pair (input, target), which loss_fn(output, target) needs.
-    """
-    if _takes_model(loss_fn):
-        return loss_fn(model, batch)
-    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-        raise ValueError(f"batches: {name} must be a pair (input, target), got {type(batch).__name__}")
-    inputs, target = batch
-    return loss_fn(model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs), target)
-
-
-def _takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
-    try:
-        first = next(iter(inspect.signature(loss_fn).parameters), "")
-    except (TypeError, ValueError):
-        return False
-    return first in ("model", "net", "network", "module")

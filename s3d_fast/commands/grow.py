@@ -12,6 +12,7 @@ import torch
 
 from s3d_fast import recipes, report
 from s3d_fast.commands.datasets import add_data_options, load_dataset
+from s3d_fast.distributed import World, joined
 from s3d_fast.growth import Phase
 from s3d_fast.recipes.running import METHODS, Job, run
 from s3d_fast.tables import text_table
@@ -71,6 +72,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     out = options.out or Path("runs") / f"{recipe.name}-{options.method}-{options.seed}"
+    with joined(Job.device_of(options.device)) as world:
+        _grow(options, recipe, out, world)
+    return 0
+
+
+def _grow(options: argparse.Namespace, recipe: recipes.Recipe, out: Path, world: World) -> None:
     observers: list[Callable[[Phase], object]] = []
     if not options.no_report:
         observers.append(_Reporter(out))
@@ -92,16 +99,18 @@ def _run(options: argparse.Namespace) -> int:
         like=options.like,
         scratch=options.scratch,
         device=options.device,
+        world=world,
         precision=options.precision,
         compile=options.compile,
         progress=not options.quiet,
         after_phase=after_phase,
     )
     history = run(job, resume=options.resume)
+    if not world.is_first:
+        return
     print(text_table(_table(history)))
     if not options.no_report:
         print(f"Written: {report.write_report(out)}")
-    return 0
 
 
 def _table(history: list[Phase]) -> list[list[str]]:

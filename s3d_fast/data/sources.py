@@ -18,6 +18,8 @@ from s3d_fast.data.files import require
 from s3d_fast.data.images import IMAGENET_NORMALISE, decode, read_bytes
 
 Batch = tuple[Tensor, Tensor]
+Part = tuple[int, int]  # (rank, size): of so many processes, which one
+WHOLE: Part = (0, 1)
 
 
 class Batches(Protocol):
@@ -33,10 +35,11 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batches(self, batch_size: int, *, train: bool = False) -> Batches:
+    def batches(self, batch_size: int, *, train: bool = False, part: Part = WHOLE) -> Batches:
         """Return batches: shuffled, augmented and of one size for training; else all samples in order, unchanged.
 
-        In training the samples that do not fill a batch are left out, unless there would be no batch.
+        In training the samples that do not fill a batch are left out, unless there would be no batch. Of every batch
+        only a part is made: that of process (rank, size).
         """
         ...
 
@@ -48,8 +51,10 @@ class Source(Protocol):
         """
         ...
 
-    def sample(self, count: int, batch_size: int) -> list[Batch]:
+    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> list[Batch]:
         """Return `count` samples, drawn without replacement and not augmented, as batches of equal size.
+
+        Of all batches, those of process (rank, size) are made.
 
         Raises:
             ValueError: there are not so many, or they do not fill the last batch.
@@ -96,18 +101,19 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def batches(self, batch_size: int, *, train: bool = False) -> Batches:
+    def batches(self, batch_size: int, *, train: bool = False, part: Part = WHOLE) -> Batches:
         """See `Source`."""
-        return _ArrayBatches(self, batch_size, train)
+        return _ArrayBatches(self, batch_size, train, part)
 
     def take(self, count: int) -> ArraySource:
         """See `Source`."""
         index = torch.from_numpy(balanced(self.labels.numpy(), count))
         return replace(self, inputs=self.inputs.index_select(0, index), labels=self.labels[index])
 
-    def sample(self, count: int, batch_size: int) -> list[Batch]:
+    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> list[Batch]:
         """See `Source`."""
-        return [self.batch(index, augmented=False) for index in _drawn(len(self), count, batch_size)]
+        indices = _drawn(len(self), count, batch_size)[part[0] :: part[1]]
+        return [self.batch(index, augmented=False) for index in indices]
 
     def batch(self, index: Tensor, *, augmented: bool) -> Batch:
         """Return the samples of an index (B,)."""
@@ -161,13 +167,13 @@ class JpegSource:
         """The labels, int64 (N,)."""
         return torch.from_numpy(self._table["label"].copy())
 
-    def batches(self, batch_size: int, *, train: bool = False) -> Batches:
+    def batches(self, batch_size: int, *, train: bool = False, part: Part = WHOLE) -> Batches:
         """See `Source`.
 
         Raises:
             ValueError: in an iteration: a JPEG that cannot be decoded; names its file.
         """
-        return _JpegBatches(self, batch_size, train)
+        return _JpegBatches(self, batch_size, train, part)
 
     def take(self, count: int) -> JpegSource:
         """See `Source`."""
@@ -175,9 +181,9 @@ class JpegSource:
         entries = (Entry(os.fsdecode(file), *numbers) for file, *numbers in chosen)
         return JpegSource(entries, self.size, self.num_workers)
 
-    def sample(self, count: int, batch_size: int) -> list[Batch]:
+    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> list[Batch]:
         """See `Source`."""
-        return list(self.decoded(_drawn(len(self), count, batch_size), augmented=False))
+        return list(self.decoded(_drawn(len(self), count, batch_size)[part[0] :: part[1]], augmented=False))
 
     def decoded(self, indices: list[Tensor], *, augmented: bool) -> Iterator[Batch]:
         """Yield the batches of a list of indices (B,)."""
@@ -216,29 +222,45 @@ def balanced(labels: np.ndarray, count: int) -> np.ndarray:
     return np.sort(shuffled[np.argsort(rank[shuffled], kind="stable")[:count]])
 
 
-class _ArrayBatches:
-    def __init__(self, source: ArraySource, batch_size: int, train: bool) -> None:
+class _PartialBatches:
+    """What batches of both kinds of source have in common: how many, and which samples."""
+
+    def __init__(self, samples: int, batch_size: int, train: bool, part: Part) -> None:
         checks.is_count("batch_size", batch_size)
-        self.source, self.batch_size, self.train = source, batch_size, train
+        self.samples, self.batch_size, self.train, self.part = samples, batch_size, train, part
 
     def __len__(self) -> int:
-        return _batch_count(len(self.source), self.batch_size, self.train)
+        return len(self._indices(torch.arange(self.samples)))
+
+    def epoch(self) -> list[Tensor]:
+        """Return the samples of every batch; those of training are drawn from the global generator."""
+        return self._indices(torch.randperm(self.samples) if self.train else torch.arange(self.samples))
+
+    def _indices(self, order: Tensor) -> list[Tensor]:
+        count = _batch_count(self.samples, self.batch_size, self.train)
+        rank, size = self.part
+        parts = [index[rank::size] for index in order.split(self.batch_size)[:count]]
+        # The last batch of all may be too small to be divided.
+        return [index for index in parts if len(index)]
+
+
+class _ArrayBatches(_PartialBatches):
+    def __init__(self, source: ArraySource, batch_size: int, train: bool, part: Part) -> None:
+        super().__init__(len(source), batch_size, train, part)
+        self.source = source
 
     def __iter__(self) -> Iterator[Batch]:
-        for index in _epoch(len(self.source), self.batch_size, self.train):
+        for index in self.epoch():
             yield self.source.batch(index, augmented=self.train)
 
 
-class _JpegBatches:
-    def __init__(self, source: JpegSource, batch_size: int, train: bool) -> None:
-        checks.is_count("batch_size", batch_size)
-        self.source, self.batch_size, self.train = source, batch_size, train
-
-    def __len__(self) -> int:
-        return _batch_count(len(self.source), self.batch_size, self.train)
+class _JpegBatches(_PartialBatches):
+    def __init__(self, source: JpegSource, batch_size: int, train: bool, part: Part) -> None:
+        super().__init__(len(source), batch_size, train, part)
+        self.source = source
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from self.source.decoded(_epoch(len(self.source), self.batch_size, self.train), augmented=self.train)
+        yield from self.source.decoded(self.epoch(), augmented=self.train)
 
 
 class _Decoder(TorchDataset):
@@ -272,11 +294,6 @@ def _as_table(entries: Iterable[Entry]) -> np.ndarray:
         raise ValueError("entries must not be empty")
     width = max(len(row[0]) for row in rows)
     return np.array(rows, dtype=[("file", f"S{width}"), ("offset", "i8"), ("size", "i8"), ("label", "i8")])
-
-
-def _epoch(samples: int, batch_size: int, train: bool) -> list[Tensor]:
-    order = torch.randperm(samples) if train else torch.arange(samples)
-    return list(order.split(batch_size))[: _batch_count(samples, batch_size, train)]
 
 
 def _batch_count(samples: int, batch_size: int, train: bool) -> int:

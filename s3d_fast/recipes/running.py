@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from s3d_fast import baselines, checks, costs, env
 from s3d_fast.checkpoint import load_grown
 from s3d_fast.data.sources import Dataset
+from s3d_fast.distributed import ALONE, World
 from s3d_fast.files import write_whole
 from s3d_fast.graph import Graph
 from s3d_fast.growth import Grower, Phase
@@ -52,6 +53,7 @@ class Job:
             filters as growth would have.
         scratch: the epochs of `uniform`: "total", those that a grown network has had by then, or "phase".
         device: "auto", "cpu", "cuda" ...
+        world: the processes that run it together.
         precision: as for `EpochTrainer`.
         compile: train through torch.compile.
         progress: show bars.
@@ -68,6 +70,7 @@ class Job:
     like: Path | None = None
     scratch: str = "total"
     device: str = "auto"
+    world: World = ALONE
     precision: str = "auto"
     compile: bool = False
     progress: bool = False
@@ -77,15 +80,20 @@ class Job:
         checks.is_choice("method", self.method, tuple(METHODS))
         checks.is_choice("scratch", self.scratch, ("total", "phase"))
         checks.is_count("seed", self.seed, at_least=0)
-        try:
-            torch.empty(0, device=self.torch_device)
-        # What PyTorch raises for a device that is not there depends on the device.
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device {self.device!r} cannot be used: {error}") from error
+        self.device_of(self.device)
         if self.method != "uniform" and (self.like is not None or self.scratch != "total"):
             raise ValueError("like and scratch go with method 'uniform'")
         if self.method == "uniform" and self.start is not None:
             raise ValueError("start is for methods that grow; 'uniform' trains every network from scratch")
+        if self.recipe.batch_size % self.world.size:
+            raise ValueError(
+                f"batch_size must be a multiple of the {self.world.size} processes, got {self.recipe.batch_size}"
+            )
+        if self.recipe.split_samples // self.recipe.split_batch < self.world.size:
+            raise ValueError(
+                f"split_samples must be at least a split_batch for each of the {self.world.size} processes, "
+                f"got {self.recipe.split_samples}"
+            )
         if self.recipe.split_samples > len(self.train_set):
             raise ValueError(
                 f"split_samples must be at most the {len(self.train_set)} training samples, "
@@ -107,9 +115,22 @@ class Job:
     @property
     def torch_device(self) -> torch.device:
         """The device to run on."""
-        if self.device != "auto":
-            return torch.device(self.device)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return self.world.device if self.world.size > 1 else self.device_of(self.device)
+
+    @staticmethod
+    def device_of(name: str) -> torch.device:
+        """Return the device of a name; "auto" is a GPU if there is one.
+
+        Raises:
+            ValueError: there is no such device.
+        """
+        if name == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            return torch.empty(0, device=name).device
+        # What PyTorch raises for a device that is not there depends on the device.
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {name!r} cannot be used: {error}") from error
 
 
 def run(job: Job, resume: bool = False) -> list[Phase]:
@@ -157,11 +178,14 @@ def make_loss(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda output, target: F.cross_entropy(output, target, label_smoothing=recipe.label_smoothing)
 
 
-def evaluate(model: nn.Module, batches: Any, channels_last: bool = False) -> dict[str, float]:
-    """Return a classifier's accuracy, top-5 accuracy where that says something, and cross entropy."""
+def evaluate(model: nn.Module, batches: Any, channels_last: bool = False, world: World = ALONE) -> dict[str, float]:
+    """Return a classifier's accuracy, top-5 accuracy where that says something, and cross entropy.
+
+    Of several processes each evaluates its own batches, and all return the same.
+    """
     device = next(model.parameters()).device
     model.eval()
-    right, right5, loss, count, classes = 0, 0, 0.0, 0, 0
+    right, right5, loss, count, classes = 0.0, 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for batch in batches:
             x, y = moved(batch, device, channels_last)
@@ -170,6 +194,7 @@ def evaluate(model: nn.Module, batches: Any, channels_last: bool = False) -> dic
             loss += float(F.cross_entropy(output, y, reduction="sum"))
             best = output.topk(min(5, classes), dim=1).indices == y[:, None]
             right, right5 = right + int(best[:, 0].sum()), right5 + int(best.sum())
+    right, right5, loss, count = world.sum(right, right5, loss, count)
     metrics = {"accuracy": right / count, "loss": loss / count}
     return {**metrics, "top5": right5 / count} if classes > 10 else metrics
 
@@ -177,33 +202,36 @@ def evaluate(model: nn.Module, batches: Any, channels_last: bool = False) -> dic
 def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Grower:
     """Return the Grower of a network; `options` are further arguments, and take precedence."""
     device, last = job.torch_device, recipe.channels_last
-    train, test = job.train_set, job.test_set.batches(256)
+    world, part = job.world, job.world.part
+    train, test = job.train_set, job.test_set.batches(256, part=part)
     loss = make_loss(recipe)
     trainer = EpochTrainer(
-        train.batches(recipe.batch_size, train=True),
+        train.batches(recipe.batch_size, train=True, part=part),
         loss,
         recipe.epochs,
         schedule=recipe.learning_rates(),
         precision=job.precision,
         channels_last=last,
         compile=job.compile,
-        progress=job.progress,
+        world=world,
+        progress=job.progress and world.is_first,
     )
     arguments: dict[str, Any] = {
         "eps": recipe.eps,
         "solver": {"tol": recipe.tol, "solver": "auto"},
         "memory_budget": recipe.memory_budget,
-        "evaluate": lambda trained: evaluate(trained, test, last),
+        "evaluate": lambda trained: evaluate(trained, test, last, world),
+        "world": world,
         "after_phase": job.after_phase,
         "seed": job.seed,
-        "progress": job.progress,
+        "progress": job.progress and world.is_first,
         **options,
     }
     return Grower(
         model,
         torch.zeros(2, *job.dataset.input_shape, device=device),
         loss,
-        lambda phase: moved(train.sample(recipe.split_samples, recipe.split_batch), device, last),
+        lambda phase: moved(train.sample(recipe.split_samples, recipe.split_batch, part), device, last),
         trainer,
         make_optimizer(recipe),
         **arguments,
@@ -253,9 +281,9 @@ def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], resume: bool) -> l
         was_finished = out is not None and RunFolder(out).file("phase", 0).exists()
         (phase,) = _grower(replace(job, after_phase=lambda phase: None), alone, model, phases=1, out=out).run(resume)
         history.append(replace(phase, index=index))
-        if job.out is not None:
+        if job.out is not None and job.world.is_first:
             RunFolder(job.out).write_history([asdict(past) for past in history])
-        if not was_finished:
+        if not was_finished and job.world.is_first:
             job.after_phase(history[-1])
     return history
 
@@ -289,7 +317,7 @@ def _describe(job: Job, resume: bool) -> None:
     Raises:
         ValueError: the folder holds another run.
     """
-    if job.out is None:
+    if job.out is None or not job.world.is_first:
         return
     about = {
         "recipe": job.recipe.name,
