@@ -80,13 +80,6 @@ def experiments(out: Path) -> list[Experiment]:
                     for c in BOUNDS
                     if c not in (1.0, 1.3)
                 ]
-    # What a bound changes that lets a good part of the splits be signed, and what longer training changes.
-    for seed in SEEDS:
-        trained = out / f"cifar100-mobilenet-seed-{seed}" / "network-000.safetensors"
-        start = ("--seed", str(seed), "--start", str(trained), "--c", "5")
-        found.append(Experiment(f"cifar100-mobilenet-c5-{seed}", "cifar100-mobilenet", start, trained))
-    longer = ("--seed", "0", "--steps", "1", "--epochs", "20")
-    found.append(Experiment("cifar100-mobilenet-longer-0", "cifar100-mobilenet", longer))
     return found
 
 
@@ -95,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     paths = {"cifar100-mobilenet": options.cifar100, "modelnet40-dgcnn": options.modelnet40}
     waiting = [e for e in experiments(options.out) if paths[e.recipe] and not (options.out / e.name / "done").exists()]
     lock, failed = threading.Lock(), []
-    running: set[str] = set()
+    running: set[str] = set()  # names of those under way
 
     def take() -> Experiment | None:
         with lock:
@@ -110,6 +103,9 @@ def run(options: argparse.Namespace) -> None:
         while waiting and not failed:
             experiment = take()
             if experiment is None:
+                if waiting and not running:
+                    failed.append(waiting[0].name)
+                    print(f"{waiting[0].name} needs {waiting[0].needs}, which nothing makes", flush=True)
                 time.sleep(1)
                 continue
             folder = options.out / experiment.name
@@ -120,6 +116,7 @@ def run(options: argparse.Namespace) -> None:
                 ended = subprocess.run(
                     [sys.executable, "-m", "s3d_fast", *command[1:], "--quiet"], stdout=log, stderr=log, check=False
                 )
+            running.discard(experiment.name)
             if ended.returncode == 0:
                 (folder / "done").touch()
             else:
@@ -197,7 +194,7 @@ def summary(options: argparse.Namespace) -> None:
                     "train_loss": phase.epochs[-1].loss if phase.epochs else None,
                     "predicted": phase.predicted,
                     "measured": phase.measured,
-                    **_signs(found, phase),
+                    "signed": _signed(found, phase),
                     "seconds": phase.seconds,
                 }
                 for phase in found.phases
@@ -212,16 +209,18 @@ def summary(options: argparse.Namespace) -> None:
     (ROOT / "docs" / "results.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _signs(run: report.Run, phase: report.PhaseRecord) -> dict[str, int]:
-    """Return how many neurons a phase split along eigenvectors, and how many of them into copies of both signs."""
-    if not phase.is_split or run.method not in ("s3d", "s2d"):
+def _signed(run: report.Run, phase: report.PhaseRecord) -> dict[str, list[int]]:
+    """Return, for several bounds c, how many of the chosen splits would have a negative weight, and of how many."""
+    if run.method not in ("s3d", "s2d") or not phase.is_split:
         return {}
     spectra = report.read_spectra(run.folder, phase.index).values()
     low, high = (torch.cat([torch.from_numpy(pair[end]) for pair in spectra]) for end in (0, 1))
-    c = run.settings["c"] if run.method == "s3d" else 1.0
-    gain = split_gain(low, high, 2, c)
-    chosen = gain.argsort(stable=True)[: round(run.settings["fraction"] * len(gain))]
-    return {"splits": len(chosen), "negative": int((gain < low.clamp(max=0))[chosen].sum())}
+    found = {}
+    for c in (*BOUNDS, 3.0, 5.0):
+        gain = split_gain(low, high, 2, c)
+        chosen = gain.argsort(stable=True)[: round(run.settings["fraction"] * len(gain))]
+        found[str(c)] = [int((gain < low.clamp(max=0))[chosen].sum()), len(chosen)]
+    return found
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 CIFAR, MODELNET = "cifar100-mobilenet", "modelnet40-dgcnn"
-EIGEN_STAGES = ("capture", "solve", "select", "split")
+EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
 Run = dict[str, Any]
 
 
@@ -23,7 +23,8 @@ def document() -> str:
         "machine": f"{results['environment']['processor']}; torch {results['environment']['torch']}, "
         f"Python {results['environment']['python']}; one thread per run, two runs at a time.\n",
         "commands": commands(runs),
-        "cifar100": growth(runs, CIFAR, ("s3d", "s2d", "net2net", "uniform", "c5")),
+        "cifar100": growth(runs, CIFAR, ("s3d", "s2d", "net2net", "uniform")),
+        "cost": cost(runs),
         "paired": paired(runs),
         "bounds": bounds(runs),
         "modelnet40": growth(runs, MODELNET, ("s3d", "s2d")),
@@ -31,6 +32,7 @@ def document() -> str:
         "signs": signs(runs),
         "shares": shares(runs),
         "promises": promises(runs),
+        "loading": f"```\n{results['loading']}\n```\n",
     }
     text = (DOCS / "results.md").read_text()
     for name, part in parts.items():
@@ -68,23 +70,40 @@ def growth(runs: dict[str, Run], recipe: str, methods: Sequence[str]) -> str:
     return table(rows)
 
 
+def cost(runs: dict[str, Run]) -> str:
+    """Return the seconds of training that the network after the last step has cost, relative to S3D's."""
+    rows = [["method", "training that the last network has cost, relative to S3D's"]]
+    seeds = {run["seed"]: run["phases"][0]["seconds"]["train"] for run in of(runs, CIFAR, "seed")}
+
+    def seconds(method: str, run: Run) -> float:
+        if method == "uniform":
+            return run["phases"][-1]["seconds"]["train"]
+        return seeds[run["seed"]] + sum(phase["seconds"]["train"] for phase in run["phases"])
+
+    base = {run["seed"]: seconds("s3d", run) for run in of(runs, CIFAR, "s3d")}
+    for method in ("s3d", "s2d", "net2net", "uniform"):
+        ratios = [seconds(method, run) / base[run["seed"]] for run in of(runs, CIFAR, method)]
+        rows.append([title(method), spread(ratios, "{:.2f}")])
+    return table(rows)
+
+
 def paired(runs: dict[str, Run]) -> str:
     """Return by how much each method's last accuracy differs from S2D's, seed by seed."""
     base = {run["seed"]: run for run in of(runs, CIFAR, "s2d")}
     rows = [["method", "accuracy after the last step, minus that of S2D: seed by seed", "median"]]
-    for method in ("s3d", "c5", "net2net", "uniform"):
-        group = of(runs, CIFAR, method)
+    for method in ("s3d", "net2net", "uniform"):
         differences = [
-            100 * (run["phases"][-1]["accuracy"] - base[run["seed"]]["phases"][-1]["accuracy"]) for run in group
+            100 * (run["phases"][-1]["accuracy"] - base[run["seed"]]["phases"][-1]["accuracy"])
+            for run in of(runs, CIFAR, method)
         ]
         shown = ", ".join(f"{difference:+.2f}" for difference in differences)
-        rows.append([title(method), shown, f"{statistics.median(differences):+.2f}" if differences else ""])
+        rows.append([title(method), shown, f"{statistics.median(differences):+.2f}"])
     return table(rows)
 
 
 def bounds(runs: dict[str, Run]) -> str:
     """Return accuracy after one step by c."""
-    by_bound = {1.0: "s2d", 1.1: "c1.1", 1.3: "s3d", 1.5: "c1.5", 2.0: "c2.0", 5.0: "c5"}
+    by_bound = {1.0: "s2d", 1.1: "c1.1", 1.3: "s3d", 1.5: "c1.5", 2.0: "c2.0"}
     rows = [["c", "parameters", "accuracy", "signed splits of all"]]
     for c, method in by_bound.items():
         group = [run["phases"] for run in of(runs, CIFAR, method)]
@@ -93,7 +112,7 @@ def bounds(runs: dict[str, Run]) -> str:
                 f"{c:g}",
                 spread([phases[1]["params"] for phases in group], "{:.0f}"),
                 spread([100 * phases[1]["accuracy"] for phases in group], "{:.2f}"),
-                ", ".join(f"{phases[0]['negative']} of {phases[0]['splits']}" for phases in group),
+                ", ".join("{} of {}".format(*phases[0]["signed"][str(c)]) for phases in group),
             ]
         )
     return table(rows)
@@ -116,23 +135,22 @@ def forward(results: dict[str, Any]) -> str:
 
 
 def signs(runs: dict[str, Run]) -> str:
-    """Return how many splits had a negative weight, by step."""
-    rows = [["run", *(f"step {step}" for step in range(1, 5))]]
-    for recipe, methods in ((CIFAR, ("s3d", "c5", "longer")), (MODELNET, ("s3d",))):
-        for method in methods:
-            group = [
-                [f"{phase['negative']} of {phase['splits']}" for phase in run["phases"] if "splits" in phase]
-                for run in of(runs, recipe, method)
+    """Return how many splits of the networks that S3D has grown would have a negative weight, by c and step."""
+    rows = [["recipe", "c", *(f"step {step}" for step in range(1, 5))]]
+    for recipe in (CIFAR, MODELNET):
+        group = [[phase["signed"] for phase in run["phases"] if phase["signed"]] for run in of(runs, recipe, "s3d")]
+        for c in group[0][0]:
+            cells = [
+                "; ".join("{} of {}".format(*one[step][c]) for one in group) if step < len(group[0]) else ""
+                for step in range(4)
             ]
-            steps = max(map(len, group), default=0)
-            cells = ["; ".join(one[step] for one in group if step < len(one)) for step in range(steps)]
-            rows.append([f"{recipe}, {title(method)}", *cells, *[""] * (4 - steps)])
+            rows.append([recipe, f"{float(c):g}", *cells])
     return table(rows)
 
 
 def shares(runs: dict[str, Run]) -> str:
     """Return the share of all time that the eigen phase takes, in runs by S3D, the seed's training included."""
-    rows = [["recipe", "eigen phase", "of which capture", "solve", "select", "split"]]
+    rows = [["recipe", "eigen phase", "of which capture", "solve", "select", "split", "measure"]]
     for recipe in (CIFAR, MODELNET):
         seeds = {run["seed"]: run for run in of(runs, recipe, "seed")}
         found = []
@@ -141,7 +159,7 @@ def shares(runs: dict[str, Run]) -> str:
             total = sum(sum(phase["seconds"].values()) for phase in phases)
             stages = [sum(phase["seconds"].get(stage, 0.0) for phase in phases) / total for stage in EIGEN_STAGES]
             found.append([sum(stages), *stages])
-        rows.append([recipe, *(spread([100 * one[i] for one in found], "{:.2f}") + " %" for i in range(5))])
+        rows.append([recipe, *(spread([100 * one[i] for one in found], "{:.2f}") + " %" for i in range(6))])
     return table(rows)
 
 
@@ -161,13 +179,15 @@ def promises(runs: dict[str, Run]) -> str:
 
 
 def of(runs: dict[str, Run], recipe: str, method: str) -> list[Run]:
-    """Return the runs of a method, by seed."""
-    return [run for name, run in runs.items() if re.fullmatch(rf"{recipe}-{re.escape(method)}-\d+", name)]
+    """Return the runs of a method, one for each of the three seeds."""
+    found = [run for name, run in runs.items() if re.fullmatch(rf"{recipe}-{re.escape(method)}-\d+", name)]
+    assert len(found) == 3, f"{recipe}, {method}: {len(found)} runs"
+    return found
 
 
 def title(method: str) -> str:
     """Return how tables call a method."""
-    names = {"s3d": "S3D c=1.3", "s2d": "S2D", "c5": "S3D c=5", "longer": "S3D c=1.3, 20 epochs"}
+    names = {"s3d": "S3D c=1.3", "s2d": "S2D"}
     return names.get(method, method)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from s3d_fast import checks, memory
 from s3d_fast.batch_capture import BatchCapture
 from s3d_fast.capture_plan import CapturePlan, UnitNeed, decide, scratch_folder
 from s3d_fast.graph import Graph, Unit
+from s3d_fast.losses import length_of
 from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator, add_dense
 from s3d_fast.streaming import DiskStream, Part, RecomputedStream, Stream, StreamedOperator, shell
 from s3d_fast.undisturbed import undisturbed
@@ -88,7 +89,8 @@ def capture(
             matrices are formed; of the other units rows and coefficients are kept as they come, in bfloat16, in a
             scratch file, or not at all, whichever is the first that fits. `Captured.report()` says what was chosen.
             The batches must then have a length, and be the same when they are iterated again.
-        scratch: the folder of the scratch file, by default the system's for temporary files; False: no such file.
+        scratch: the folder of the scratch file, by default the system's for temporary files, which on some machines is
+            memory itself; False: no such file.
         progress: show a bar over the batches.
 
     Raises:
@@ -207,11 +209,12 @@ class _Keeper:
 
 def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[Part]]:
     """Return what captures given units of all batches again, as long as the model is what it was."""
-    parameters = list(capturer.model.parameters())
-    versions = [parameter._version for parameter in parameters]
+    state = [*capturer.model.parameters(), *capturer.model.buffers()]
+    versions = [tensor._version for tensor in state]
 
     def recapture(units: Collection[str]) -> Iterator[Part]:
-        if [parameter._version for parameter in parameters] != versions:
+        capturer.graph.check(capturer.model)
+        if [tensor._version for tensor in state] != versions:
             raise ValueError("the model has changed since it was captured; capture it again")
         chosen = [unit for unit in capturer.graph if unit.name in units]
         for index, batch in enumerate(batches):
@@ -230,14 +233,15 @@ def _plan(
     budget: int,
     scratch: str | os.PathLike[str] | bool,
 ) -> CapturePlan:
-    if not isinstance(batches, Sized) or isinstance(batches, Iterator):
+    count = length_of(batches)
+    if count is None or isinstance(batches, Iterator):
         raise ValueError("batches must have a length and be iterable again where memory_budget is given, as a list is")
-    if not len(batches):
+    if not count:
         raise ValueError("batches must hold at least one batch, got none")
     with undisturbed(capturer.model):
         first = next(iter(batches))
-    needs, seconds = _needs(capturer, first, units, len(batches))
-    return decide(needs, len(batches), budget, seconds, scratch)
+    needs, seconds = _needs(capturer, first, units, count)
+    return decide(needs, count, budget, seconds, scratch)
 
 
 def _needs(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches: int) -> tuple[list[UnitNeed], float]:

@@ -57,12 +57,12 @@ class UnitNeed:
         operator.matvec(V)
         began = time.perf_counter()
         product = operator.matvec(V)
-        size = product.norm(dim=-1)
+        size = product.norm(dim=-1).clamp(min=1e-30)
         # Read, so that a GPU is done.
-        smallest = float(size.min())
+        float(size.min())
         seconds = time.perf_counter() - began
         error = (operator.stored_as(torch.bfloat16).matvec(V) - product).norm(dim=-1)
-        half = float((error / size.clamp(min=1e-30)).max()) if smallest > 0 else float((error > 0).any())
+        half = float((error / size).max())
         evaluations = operator.C.numel() // operator.shape[0]  # type: ignore[attr-defined]
         return cls(name, *operator.shape, operator.rows, evaluations, operator.nbytes, floats, half, dense, seconds)
 
@@ -201,6 +201,8 @@ def decide(
         places = {name: "disk" if place == "memory" else place for name, place in places.items()}
         part = max(largest, min(left // 4, on_disk))
         return CapturePlan(tuple(needs), places, half, batches, budget, batch_seconds, part)
+    # Nothing is stored, and the operators of a batch are there as they come.
+    batch = sum(need.stored_bytes(None) for need in rest)
     if batch > left:
         raise ValueError(
             f"memory_budget is too small: of {memory.as_text(budget)}, {memory.as_text(left)} are left for rows, and "

@@ -18,6 +18,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    if os.name != "posix":
+        return
     # The name of the file is on disk only when its folder is.
     folder = os.open(path.parent, os.O_RDONLY)
     try:

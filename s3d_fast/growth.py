@@ -74,7 +74,7 @@ class Phase:
     epochs: list[dict[str, float]] = field(default_factory=list)
 
     @property
-    def is_split(self) -> bool:
+    def was_selected(self) -> bool:
         """Whether the phase has ended with a split, or has found nothing to split."""
         return "select" in self.seconds
 
@@ -195,9 +195,10 @@ class Grower:
         elif resume:
             raise ValueError("resume needs the folder of the run; give out")
         with tqdm(total=self.phases, initial=len(self.history), unit="phase", disable=not self.progress) as bar:
-            if self.history and len(self.history) < self.phases and not self.history[-1].is_split:
+            if self.history and len(self.history) < self.phases and not self.history[-1].was_selected:
                 # A finished run goes on for more phases: its last one was not split yet.
                 self._split(self.history[-1])
+                self._save("phase", len(self.history) - 1)
             while len(self.history) < self.phases and self.stopped is None:
                 phase = self._phase(len(self.history))
                 self.history.append(phase)
@@ -259,8 +260,9 @@ class Grower:
     def _split(self, phase: Phase) -> None:
         # A state of its own, so that a split that comes later, in a resumed run, is the same.
         seed_all(self.seed, phase.index, 1)
-        graph = trace(self.model, self.example_input)
-        batches = list(self.batches(phase.index) if callable(self.batches) else self.batches)
+        with self._timed(phase, "capture"):
+            graph = trace(self.model, self.example_input)
+            batches = list(self.batches(phase.index) if callable(self.batches) else self.batches)
         # The same in all processes, also where a search for the best one was cut short by the clock.
         plan = self._plan(phase, graph, batches)
         plan = replace(plan, splits=self.world.same(plan.splits))
@@ -275,8 +277,8 @@ class Grower:
         with self._timed(phase, "split"):
             apply_splits(self.model, plan, self.eps, self.optimizer)
         # What the split did, for comparison with what it promised: no unit is captured, only the loss.
-        after = trace(self.model, self.example_input)
-        phase.split_loss = self._loss(batches, after)
+        with self._timed(phase, "measure"):
+            phase.split_loss = self._loss(batches, trace(self.model, self.example_input))
 
     def _loss(self, batches: Sequence[Any], graph: Graph) -> float:
         """Return the loss on the batches of all processes."""
@@ -287,7 +289,8 @@ class Grower:
     def _plan(self, phase: Phase, graph: Graph, batches: Sequence[Any]) -> SplitPlan:
         """Return the splits of this phase: those that gain the most, or what the function given has chosen."""
         if self.plan is not None:
-            phase.loss = self._loss(batches, graph)
+            with self._timed(phase, "measure"):
+                phase.loss = self._loss(batches, graph)
             with self._timed(phase, "select"):
                 return self.plan(phase.index, graph)
         with self._timed(phase, "capture"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from s3d_fast import checks
 from s3d_fast.distributed import ALONE, World
-from s3d_fast.losses import batch_loss
+from s3d_fast.losses import batch_loss, length_of
 from s3d_fast.schedules import Schedule, constant
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,20 +108,27 @@ class EpochTrainer:
             step.loss_scale = loss_scale
         rates = [group["lr"] for group in optimizer.param_groups]
         model.train()
-        with tqdm(desc=f"phase {phase}", unit=" samples", disable=not self.progress) as bar:
-            for epoch in range(start, self.epochs):
-                before_epoch(epoch)
-                record = self._epoch(epoch, start, step, optimizer, rates, bar)
-                self.world.level(model)
-                if not math.isfinite(record.loss):
-                    raise ValueError(f"the training loss is not finite in phase {phase}, epoch {epoch}: {record.loss}")
-                bar.set_postfix(epoch=epoch, loss=f"{record.loss:.4g}")
-                after_epoch(record)
+        try:
+            with tqdm(desc=f"phase {phase}", unit=" samples", disable=not self.progress) as bar:
+                for epoch in range(start, self.epochs):
+                    before_epoch(epoch)
+                    record = self._epoch(epoch, start, step, optimizer, rates, bar)
+                    self.world.level(model)
+                    if not math.isfinite(record.loss):
+                        raise ValueError(
+                            f"the training loss is not finite in phase {phase}, epoch {epoch}: {record.loss}"
+                        )
+                    bar.set_postfix(epoch=epoch, loss=f"{record.loss:.4g}")
+                    after_epoch(record)
+        finally:
+            # What the schedule multiplies next time.
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def _epoch(
         self, epoch: int, start: int, step: _Step, optimizer: torch.optim.Optimizer, rates: list[float], bar: Any
     ) -> Epoch:
-        length = len(self.loader) if isinstance(self.loader, Sized) else None
+        length = length_of(self.loader)
         began, samples, batches = time.perf_counter(), 0, 0
         # Kept on the device: reading the loss after every batch would make a GPU wait.
         total = torch.zeros((), dtype=torch.float64, device=step.device)
@@ -138,8 +145,10 @@ class EpochTrainer:
                 # Batches are of one size, which is known now.
                 bar.total, bar.n = length * self.epochs * count, start * length * count
             bar.update(count)
+        if not batches:
+            raise ValueError(f"loader has no batches in epoch {epoch}; it must hold some, and be iterable again")
         loss, batches_of_all, samples_of_all = self.world.sum(float(total), batches, samples)
-        mean = loss / max(batches_of_all, 1)
+        mean = loss / batches_of_all
         seconds, rate = time.perf_counter() - began, optimizer.param_groups[0]["lr"]
         return Epoch(epoch, mean, rate, seconds, int(samples_of_all), step.end())
 

@@ -291,8 +291,10 @@ def test_inspect_shows_the_spectra_that_the_run_has_saved(
         (row,) = re.findall(rf"^blocks\.{block}\.3 +4 +(.*)$", out.split("Extreme")[1], re.MULTILINE)
         values = [low.min(), np.median(low), np.median(high), high.max()]
         assert [float(text) for text in row.split()[:4]] == pytest.approx([float(value) for value in values], rel=5e-3)
-    # The last network was not split, so that nobody has needed its spectra.
+    # That is the last network which has any, and the one that is shown unless another is asked for.
     assert main(["inspect", str(imagenet_run)]) == 0
+    assert capsys.readouterr().out == out
+    assert main(["inspect", str(imagenet_run), "--phase", "1"]) == 0
     assert "give --data" in capsys.readouterr().out
     assert main(["inspect", str(imagenet_run), "--data", str(jpegs), "--workers", "0"]) == 0
     assert "from 8 training samples" in capsys.readouterr().out
@@ -401,6 +403,13 @@ def test_bad_usage(
         (["grow", "--label-smoothing", "1.5"], "label_smoothing must be below 1"),
         (["grow", "--method", "uniform", "--decay-at", "2"], "decay_at must hold shares"),
         (["grow", "--method", "uniform", "--fraction", "2"], "fraction must lie in (0, 1]"),
+        (["grow", "--method", "s2d", "--c", "2"], "--c has no effect without --method s3d"),
+        (["grow", "--method", "net2net", "--m", "3"], "--m has no effect"),
+        (["grow", "--momentum", "0.5"], "--momentum has no effect without --optimizer sgd"),
+        (["grow", "--decay-at", "0.5"], "--decay-at has no effect without --schedule step"),
+        (["grow", "--workers", "2"], "--workers decode JPEGs"),
+        (["inspect", "DIGITS", "--memory-budget", "1GB"], "--memory-budget has no effect without --dry-run"),
+        (["inspect", "digits", "--dry-run", "--phase", "1"], "--phase goes with a run"),
         (["compare", "missing"], "missing"),
         (["compare", "DIGITS", "empty"], "run.json"),
         (["visualize", "--run", "empty", "--image", "IMAGE"], "empty must be the folder of a run"),
@@ -441,7 +450,7 @@ def test_bad_input_ends_with_a_message_and_writes_nothing(
         ([], "resume it"),
         (["--seed", "1"], "seed differ"),
         (["--resume", "--seed", "1"], "seed differ"),
-        (["--resume", "--method", "s2d"], "method differ"),
+        (["--resume", "--method", "s2d"], "method, settings differ"),
         (["--resume", "--preset", "cpu"], "preset differ"),
         (["--resume", "--eps", "0.02"], "settings differ"),
     ],

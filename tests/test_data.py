@@ -446,6 +446,14 @@ def write_cifar(folder: Path, kind: str) -> Path:
 
 
 class TestCifar:
+    def test_the_file_that_is_named_is_the_one_that_is_read(self, tmp_path: Path) -> None:
+        place = write_cifar(tmp_path, "binary")
+        folder = place if (place / "train.bin").exists() else place / "cifar-100-binary"
+        (folder / "cifar100.npz").write_bytes(b"nonsense")
+        assert len(data.cifar100(folder / "train.bin").train) == 12
+        with pytest.raises(ValueError, match=r"cifar100\.npz"):
+            data.cifar100(folder)
+
     @pytest.mark.parametrize("kind", ["python2", "python3", "fortran", "binary", "npz", "npz-channels-last"])
     def test_every_format_gives_the_same(self, tmp_path: Path, kind: str) -> None:
         dataset = data.cifar100(write_cifar(tmp_path, kind))
@@ -613,6 +621,14 @@ class TestModelNet:
             file["data"], file["label"] = clouds[:, :7], np.arange(9)
         with pytest.raises(ValueError, match=r"same number of points in all files, got \[7, 20\]"):
             data.modelnet40(tmp_path)
+        # The data set's own list of its files, or the numbers in their names, tell that one is missing.
+        (folder / "train_files.txt").write_text("a/ply_data_train0.h5\na/ply_data_train1.h5\na/ply_data_train2.h5\n")
+        with pytest.raises(FileNotFoundError, match=r"expected ply_data_train2\.h5 too"):
+            data.modelnet40(tmp_path, points=16)
+        (folder / "train_files.txt").unlink()
+        (folder / "ply_data_train0.h5").unlink()
+        with pytest.raises(FileNotFoundError, match=r"expected ply_data_train0\.h5 too"):
+            data.modelnet40(tmp_path, points=16)
 
     def test_hdf5_without_h5py(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("train0", "test0"):
@@ -736,7 +752,7 @@ class TestDigits:
 
     def test_without_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-        with pytest.raises(RuntimeError, match="which is not installed: pip install scikit-learn"):
+        with pytest.raises(RuntimeError, match=r"which is not installed: pip install 's3d_fast\[digits\]'"):
             data.digits()
 
 
@@ -793,6 +809,12 @@ class TestImageNet:
             blue = x[:, 2].mean((1, 2)) * 0.225 + 0.406
             assert torch.allclose(blue, torch.tensor([0, 1, 5, 6, 10, 11]) * 20 / 255, atol=0.01)
         assert epoch(dataset.train.batches(6, train=True))[0].shape == (6, 3, 32, 32)
+
+    def test_folders_beside_tars_are_refused(self, tmp_path: Path) -> None:
+        folder = write_imagenet(tmp_path, "folders")
+        (folder / "train" / "left-over.tar").touch()
+        with pytest.raises(ValueError, match="holds both"):
+            data.imagenet(folder, workers=0)
 
     def test_numbers_are_ordered_as_numbers(self, tmp_path: Path) -> None:
         for split in ("train", "val"):

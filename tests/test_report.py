@@ -581,3 +581,18 @@ def test_logarithmic_scales_are_for_values_of_many_sizes() -> None:
     assert symlog_threshold([-1e-5, 1e-4, 1.0, -3.0]) == pytest.approx(1e-5)
     # A value that is as good as zero does not stretch the scale.
     assert symlog_threshold([1e-30, 1e-4, 1.0, -3.0]) == pytest.approx(1e-6)
+
+
+def test_runs_that_began_with_a_saved_network_are_a_group_of_their_own(tmp_path: Path) -> None:
+    started = about() | {"start": "/somewhere/network-000.safetensors"}
+    folders = [
+        write_run(tmp_path / "whole", about(), three_phases()),
+        write_run(tmp_path / "started", started, three_phases()),
+    ]
+    table = comparison_table([read_run(folder) for folder in folders])
+    assert len({row[0] for row in table[1:]}) == 2
+
+
+def test_a_run_from_scratch_that_is_under_way_is_not_said_to_have_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", about("uniform", steps=2), [phase(0, split=False)])
+    assert "The run is under way: 1 of 3 phases are finished." in Page(write_report(folder)).text

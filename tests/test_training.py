@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from s3d_fast import schedules
 from s3d_fast.models.mlp import MLP
@@ -503,3 +504,41 @@ def test_a_rate_decays_when_its_share_has_passed_and_not_an_epoch_later(epochs: 
     schedule = schedules.step_decay(epochs, (share,))
     assert schedule(at - 1e-3) == 1
     assert schedule(float(at)) == pytest.approx(0.1)
+
+
+class Stream(IterableDataset):
+    """A data set whose length nobody knows."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, target in points():
+            yield from zip(x, target, strict=True)
+
+
+def test_a_loader_of_unknown_length() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Epoch] = []
+    EpochTrainer(DataLoader(Stream(), batch_size=8), cross_entropy, 2)(model, optimizer, 0, after_epoch=seen.append)
+    assert [epoch.samples for epoch in seen] == [40, 40]
+
+
+def test_a_loader_that_is_used_up_is_an_error() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="loader has no batches in epoch 1"):
+        EpochTrainer(iter(points()), cross_entropy, 3)(model, optimizer, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rates_are_given_back(fails: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = EpochTrainer(points(), cross_entropy, 3, schedule=schedules.cosine(3))
+
+    def after_epoch(epoch: Epoch) -> None:
+        if fails and epoch.epoch == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+        trainer(model, optimizer, 0, after_epoch=after_epoch)
+    assert optimizer.param_groups[0]["lr"] == 0.1

@@ -25,6 +25,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print and draw."""
     report.require_matplotlib()
-    print(text_table(report.comparison_table([report.read_run(folder) for folder in options.runs])))
-    print(f"Written: {report.write_comparison(options.runs, options.out)}")
+    folders = list(dict.fromkeys(folder.resolve() for folder in options.runs))
+    print(text_table(report.comparison_table([report.read_run(folder) for folder in folders])))
+    print(f"Written: {report.write_comparison(folders, options.out)}")
     return 0

@@ -22,6 +22,8 @@ def load_dataset(recipe: Recipe, options: argparse.Namespace) -> Dataset:
     Raises:
         ValueError: there is no path, or the path does not hold what it should.
     """
+    if options.workers is not None and recipe.dataset != "imagenet":
+        raise ValueError(f"--workers decode JPEGs, which {recipe.dataset} has none of")
     if recipe.dataset == "digits":
         if options.data is not None:
             raise ValueError("--data: the digits come with scikit-learn and need no path")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from s3d_fast.growth import Phase
 from s3d_fast.recipes.running import METHODS, Job, run
 from s3d_fast.tables import text_table
 
+LIKE = "uniform: match the parameters of this run's phases; by default it has as many filters as growth would give"
 # A report is written while a run is under way, but not more often than this.
 REPORT_SECONDS = 60.0
 
@@ -40,7 +43,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder, if there is one")
     command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     command.add_argument("--start", type=Path, metavar="FILE", help="a saved network, instead of training the seed")
-    command.add_argument("--like", type=Path, metavar="RUN", help="uniform: match the parameters of this run's phases")
+    command.add_argument(
+        "--like",
+        type=Path,
+        metavar="RUN",
+        help=LIKE,
+    )
     command.add_argument(
         "--scratch",
         choices=("total", "phase"),
@@ -66,9 +74,7 @@ def _run(options: argparse.Namespace) -> int:
     # Before the work, not after it: a missing library should not cost a run.
     if not options.no_report:
         report.require_matplotlib()
-    given = {name: getattr(options, name) for name in recipes.Recipe.settings()}
-    recipe = recipes.recipe(options.recipe, options.preset)
-    recipe = recipe.with_settings({name: value for name, value in given.items() if value is not None})
+    recipe = _recipe(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     out = options.out or Path("runs") / f"{recipe.name}-{options.method}-{options.seed}"
@@ -113,6 +119,28 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, out: Path, world:
         print(f"Written: {report.write_report(out)}")
 
 
+def _recipe(options: argparse.Namespace) -> recipes.Recipe:
+    """Return the recipe with the settings that were given.
+
+    Raises:
+        ValueError: a setting is bad, or would have no effect.
+    """
+    every = {name: getattr(options, name) for name in recipes.Recipe.settings()}
+    given = {name: value for name, value in every.items() if value is not None}
+    recipe = recipes.recipe(options.recipe, options.preset).with_settings(given)
+    for name, matters, where in (
+        ("c", options.method == "s3d", "--method s3d"),
+        ("m", options.method in ("s3d", "uniform"), "--method s3d"),
+        ("momentum", recipe.optimizer == "sgd", "--optimizer sgd"),
+        ("decay", recipe.schedule == "step", "--schedule step"),
+        ("decay_at", recipe.schedule == "step", "--schedule step"),
+    ):
+        if name in given and not matters:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect without {where}")
+    # What is written down is what is done.
+    return recipe.with_settings({"m": 2, "c": 1.0}) if options.method in ("s2d", "net2net") else recipe
+
+
 def _table(history: list[Phase]) -> list[list[str]]:
     rows = [["phase", "filters", "parameters", "MACs", "accuracy", "predicted change", "measured change"]]
     for phase in history:
@@ -124,11 +152,15 @@ def _table(history: list[Phase]) -> list[list[str]]:
                 str(phase.params),
                 str(phase.macs),
                 f"{phase.metrics['accuracy']:.4f}",
-                f"{phase.predicted_change:.3e}" if phase.new_filters else "-",
-                f"{measured:.3e}" if measured == measured else "-",
+                _change(phase.predicted_change if phase.new_filters else math.nan),
+                _change(measured),
             ]
         )
     return rows
+
+
+def _change(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3e}"
 
 
 class _Reporter:
@@ -139,8 +171,12 @@ class _Reporter:
 
     def __call__(self, phase: Phase) -> None:
         if time.monotonic() - self.last > REPORT_SECONDS:
-            report.write_report(self.out)
             self.last = time.monotonic()
+            try:
+                report.write_report(self.out)
+            # A picture is not worth a run.
+            except Exception as error:
+                print(f"s3d-fast: the report could not be drawn: {error}", file=sys.stderr)
 
 
 class _TensorBoard:

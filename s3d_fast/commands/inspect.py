@@ -49,8 +49,14 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(options)
+    if options.memory_budget is not None:
+        raise ValueError("--memory-budget has no effect without --dry-run")
     about, path = saved_network(options.folder, options.phase)
     recipe = recipe_of(about)
+    solved = sorted(path.parent.glob("spectra-*.safetensors"))
+    if options.phase is None and options.data is None and recipe.dataset != "digits" and solved:
+        # The last phase of a run does not split: without data, the one before it is the last that has spectra.
+        path = solved[-1].with_name(solved[-1].name.replace("spectra", "network"))
     model = make_network(recipe, about["classes"])
     load_grown(model, path)
     graph = trace(model, torch.zeros(2, *about["input_shape"]))
@@ -73,6 +79,8 @@ def _dry_run(options: argparse.Namespace) -> int:
     """Print the plan of the capture of a recipe's seed network, or of a run's last network."""
     name = str(options.folder)
     if name in recipes.RECIPES:
+        if options.phase is not None:
+            raise ValueError("--phase goes with a run, not with a recipe")
         recipe = recipes.recipe(name, options.preset)
         dataset = load_dataset(recipe, options)
         model = make_network(recipe, dataset.classes)
@@ -122,7 +130,7 @@ def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: a
     dataset = load_dataset(recipe, options)
     seed_all(0)
     batches = dataset.train.sample(recipe.split_samples, recipe.split_batch)
-    operators = capture(model, make_loss(recipe), batches, graph, progress=True)
+    operators = capture(model, make_loss(recipe), batches, graph, memory_budget=recipe.memory_budget, progress=True)
     spectra = extremal_eigenpairs(operators, tol=recipe.tol, solver="auto")
     return {name: (spectrum.lambda_min.numpy(), spectrum.lambda_max.numpy()) for name, spectrum in spectra.items()}
 

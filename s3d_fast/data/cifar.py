@@ -45,7 +45,7 @@ def _read(path: Path) -> tuple[Split, Split]:
     if path.suffix == ".npz":
         return _read_npz(path)
     folder = path if path.is_dir() else path.parent
-    if (folder / "cifar100.npz").is_file():
+    if path.is_dir() and (folder / "cifar100.npz").is_file():
         return _read_npz(folder / "cifar100.npz")
     for place in (folder, folder / "cifar-100-python", folder / "cifar-100-binary"):
         if all((place / name).is_file() for name in ("train", "test")):

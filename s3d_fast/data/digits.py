@@ -21,7 +21,7 @@ def digits() -> Dataset:
     Raises:
         RuntimeError: scikit-learn is not installed.
     """
-    loaded = require("sklearn.datasets", "the digits come with scikit-learn", "scikit-learn").load_digits()
+    loaded = require("sklearn.datasets", "the digits come with scikit-learn", "'s3d_fast[digits]'").load_digits()
     images = torch.from_numpy(loaded.images.astype(np.uint8)).unsqueeze(1)
     labels = as_labels("digits", loaded.target, len(images), CLASSES)
     order = torch.from_numpy(np.random.RandomState(0).permutation(len(images)))

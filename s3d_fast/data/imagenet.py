@@ -62,6 +62,8 @@ def _read_split(folder: Path) -> list[Found]:
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     tars = [entry.path for entry in entries if entry.name.lower().endswith(".tar")]
     classes = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    if tars and classes:
+        raise ValueError(f"{folder} must hold tar files or a folder per class, and holds both; remove one of them")
     if tars:
         return [image for tar in tars for image in _read_tar(Path(tar))]
     if not classes:

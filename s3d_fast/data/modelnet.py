@@ -73,9 +73,25 @@ def _read(path: Path) -> tuple[Split, Split]:
     for place in (folder, folder / "modelnet40_ply_hdf5_2048"):
         train, test = (sorted(place.glob(f"ply_data_{split}*.h5")) for split in ("train", "test"))
         if train and test:
+            _check_complete(place, "train", train)
+            _check_complete(place, "test", test)
             return _read_h5(train), _read_h5(test)
     wanted = "ply_data_train*.h5 and ply_data_test*.h5, modelnet40.npz, or modelnet40_train.npz and modelnet40_test.npz"
     raise FileNotFoundError(f"ModelNet40 at {folder}: expected {wanted}, found {found(folder)}")
+
+
+def _check_complete(folder: Path, split: str, paths: list[Path]) -> None:
+    """Raise FileNotFoundError if one of the files is missing that the list of the data set, or their numbers, say."""
+    listed = folder / f"{split}_files.txt"
+    if listed.is_file():
+        wanted = {Path(line.strip()).name for line in listed.read_text().splitlines() if line.strip()}
+    else:
+        wanted = {f"ply_data_{split}{number}.h5" for number in range(len(paths))}
+    missing = sorted(wanted - {path.name for path in paths})
+    if missing:
+        raise FileNotFoundError(
+            f"ModelNet40 at {folder}: expected {some(missing)} too, found {some(p.name for p in paths)}"
+        )
 
 
 def _read_npz(path: Path, split: str) -> Split:

@@ -1,0 +1,1 @@
+"""Experiments that are not recipes: they train many tiny networks at once."""

@@ -31,6 +31,7 @@ PAPER = Recipe(
     full_widths=FULL_WIDTHS,
     channels_last=True,
     widths=(32,) * 14,
+    # The paper's table has the fifth.
     steps=5,
     epochs=160,
     batch_size=128,

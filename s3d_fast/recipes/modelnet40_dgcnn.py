@@ -30,6 +30,7 @@ PAPER = Recipe(
     full_widths=(64, 64, 128, 256),
     data_options={"points": 1024},
     widths=(16,) * 4,
+    # The paper's table has the fourth.
     steps=4,
     epochs=250,
     batch_size=32,

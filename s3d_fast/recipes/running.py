@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from s3d_fast.growth import Grower, Phase
 from s3d_fast.plan import SplitPlan
 from s3d_fast.random_state import seed_all
 from s3d_fast.recipes.recipe import Recipe
-from s3d_fast.report.runs import read_run
+from s3d_fast.report.runs import read_about, read_run
 from s3d_fast.run_folder import RunFolder
 from s3d_fast.tracing import trace
 from s3d_fast.training import EpochTrainer, moved
@@ -100,13 +101,13 @@ class Job:
                 f"got {self.recipe.split_samples}"
             )
 
-    @property
+    @cached_property
     def train_set(self) -> Any:
         """The training samples that the recipe uses."""
         count, source = self.recipe.train_samples, self.dataset.train
         return source if count is None or count >= len(source) else source.take(count)
 
-    @property
+    @cached_property
     def test_set(self) -> Any:
         """The test samples that the recipe uses."""
         count, source = self.recipe.test_samples, self.dataset.test
@@ -326,8 +327,8 @@ def _describe(job: Job, resume: bool) -> None:
         "seed": job.seed,
         "settings": job.recipe.as_settings(),
         "scratch": job.scratch if job.method == "uniform" else None,
-        "like": None if job.like is None else str(job.like),
-        "start": None if job.start is None else str(job.start),
+        "like": None if job.like is None else str(job.like.resolve()),
+        "start": None if job.start is None else str(job.start.resolve()),
         "classes": job.dataset.classes,
         "input_shape": list(job.dataset.input_shape),
         "precision": job.precision,
@@ -335,8 +336,7 @@ def _describe(job: Job, resume: bool) -> None:
     about = json.loads(json.dumps(about))
     path = job.out / "run.json"
     if path.exists():
-        was = json.loads(path.read_text())
-        # A run may go on for more steps than were planned.
+        was = read_about(job.out)
         differing = [name for name in about if _fixed(was.get(name)) != _fixed(about[name])]
         if differing:
             raise ValueError(f"out: {job.out} holds another run: {', '.join(differing)} differ; give another folder")
@@ -352,4 +352,7 @@ def _describe(job: Job, resume: bool) -> None:
 
 
 def _fixed(value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != "steps"} if isinstance(value, Mapping) else value
+    """Return what may not change when a run goes on: it may take more steps than were planned, and less memory."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: setting for name, setting in value.items() if name not in ("steps", "memory_budget")}

@@ -60,7 +60,7 @@ def write_report(folder: str | Path) -> Path:
         _table(_phase_rows(run)),
         '<p class="note">Changes are those of the loss on the batches for splitting; unconverged are filters whose '
         "eigenvalues did not reach the tolerance; negative are splits with a copy of negative weight; the eigen share "
-        "is the part of the time that capture, solve, select and split took.</p>",
+        "is the part of the time that capture, solve, select, split and measuring the loss after it took.</p>",
         *(_section(figure) for figure in figures),
     ]
     return _publish(run.folder, "report.html", f"{run.recipe}: {run.label}", body, figures)
@@ -114,6 +114,8 @@ def _state(run: Run) -> list[str]:
         how = f"The run was not over: it had split after phase {last.index}, and the next phase is not recorded."
     elif "select" in last.seconds:
         how = f"The run ended because phase {last.index} found no neuron to split."
+    elif len(run.phases) <= run.settings.get("steps", 0):
+        how = f"The run is under way: {len(run.phases)} of {run.settings['steps'] + 1} phases are finished."
     else:
         how = _ENDED
     return [how, *run.notes]

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-EIGEN_STAGES = ("capture", "solve", "select", "split")
+EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
 """The stages of a phase that splitting costs; the others are training and evaluation."""
 
 
@@ -116,6 +116,8 @@ class Run:
     def choices(self) -> dict[str, Any]:
         """All that was chosen but the seed: the settings, and what else of run.json changes the results."""
         more = {name: self.about.get(name) for name in ("scratch", "precision")}
+        # Where a run began, and what it imitates, differ from seed to seed by their paths.
+        more |= {name: True if self.about.get(name) else None for name in ("start", "like")}
         chosen = self.settings | {name: value for name, value in more.items() if value is not None}
         return {name: value for name, value in chosen.items() if name != "seed"}
 
@@ -178,7 +180,7 @@ def read_spectra(folder: Path, index: int) -> dict[str, tuple[np.ndarray, np.nda
 
 
 def eigen_share(run: Run) -> float:
-    """Return the share of all seconds that capture, solve, select and split took; NaN if none are recorded."""
+    """Return the share of all seconds that splitting took, `EIGEN_STAGES`; NaN if none are recorded."""
     return share_of_eigen_stages(run.phases)
 
 
