@@ -26,11 +26,11 @@ from s3d_fast.data import ArraySource, Dataset, Entry, JpegSource, Source, cifar
 from s3d_fast.data.augment import pad_crop_flip, scale_and_jitter
 from s3d_fast.data.cifar import NORMALISE
 from s3d_fast.data.modelnet import FirstPoints
-from s3d_fast.models import DGCNN, MobileNetV1
+from s3d_fast.recipes import recipe
 from s3d_fast.tables import text_table
 
 ROUNDS = 3
-POINTS = 256
+POINTS = 128
 # JPEGs of an epoch.
 IMAGES = 256
 
@@ -96,8 +96,8 @@ def cifar_feed(path: Path | None) -> Feed:
         pad_crop_flip,
     )
     sources = {"images 32 x 32, in memory": source if dataset is None else dataset.train}
-    model = MobileNetV1([16] * 14, num_classes=100, stem_stride=2)
-    return Feed("MobileNetV1, width 16", model, (3, 32, 32), 128, sources)
+    seed = recipe("cifar100-mobilenet", "cpu")
+    return Feed("seed of cifar100-mobilenet, cpu", seed.network(seed.widths, 100), (3, 32, 32), 128, sources)
 
 
 def modelnet_feed(path: Path | None) -> Feed:
@@ -110,8 +110,8 @@ def modelnet_feed(path: Path | None) -> Feed:
         partial(scale_and_jitter, points=POINTS),
     )
     sources = {f"clouds, {POINTS} of 1024 points": source if dataset is None else dataset.train}
-    model = DGCNN([16] * 4, k=10, embedding=64, hidden=(32,))
-    return Feed("DGCNN, width 16", model, (POINTS, 3), 16, sources)
+    seed = recipe("modelnet40-dgcnn", "cpu")
+    return Feed("seed of modelnet40-dgcnn, cpu", seed.network(seed.widths, 40), (POINTS, 3), 16, sources)
 
 
 def jpeg_feed(path: Path | None, folder: Path) -> Feed:
@@ -131,7 +131,8 @@ def jpeg_feed(path: Path | None, folder: Path) -> Feed:
             "JPEG 500 x 375, 2 workers": JpegSource(files, num_workers=2),
             "JPEG 500 x 375 in a tar, 2 workers": JpegSource(members, num_workers=2),
         }
-    return Feed("MobileNetV1, width 8", MobileNetV1([8] * 14), (3, 224, 224), 32, sources)
+    seed = recipe("imagenet-mobilenet")
+    return Feed("seed of imagenet-mobilenet", seed.network(seed.widths, 1000), (3, 224, 224), 16, sources)
 
 
 def write_jpegs(folder: Path, different: int = 64, entries: int = IMAGES) -> tuple[list[Entry], list[Entry]]:

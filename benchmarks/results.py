@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def time_forward(options: argparse.Namespace) -> None:
-    """Measure the forward pass of the grown DGCNNs and of the full-width one, in turns, in eval mode."""
+    """Measure forward passes of the grown DGCNNs and of the full-width one, in turns; and how fast data are loaded."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for method in ("s3d", "s2d"):
@@ -154,6 +154,8 @@ def time_forward(options: argparse.Namespace) -> None:
                 "full_params": sum(p.numel() for p in full.parameters()),
             }
     (options.out / "forward.json").write_text(json.dumps(results, indent=1) + "\n")
+    loading = subprocess.run([sys.executable, "-m", "benchmarks.loading"], capture_output=True, text=True, check=True)
+    (options.out / "loading.txt").write_text(loading.stdout)
 
 
 def _in_turns(models: list[torch.nn.Module], x: torch.Tensor, rounds: int = 15) -> list[float]:
@@ -200,11 +202,12 @@ def summary(options: argparse.Namespace) -> None:
                 for phase in found.phases
             ],
         }
-    forward = options.out / "forward.json"
+    forward, loading = options.out / "forward.json", options.out / "loading.txt"
     content = {
         "environment": {name: env.report()[name] for name in ("processor", "torch", "python", "s3d_fast")},
         "runs": runs,
         "forward": json.loads(forward.read_text()) if forward.exists() else {},
+        "loading": loading.read_text().strip() if loading.exists() else "",
     }
     (ROOT / "docs" / "results.json").write_text(json.dumps(content, indent=1) + "\n")
 
