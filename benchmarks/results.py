@@ -70,10 +70,10 @@ def experiments(out: Path) -> list[Experiment]:
             if recipe == "cifar100-mobilenet":
                 grown = out / f"{recipe}-s3d-{seed}"
                 like = ("--method", "uniform", *by_seed, "--like", str(grown))
-                steps = recipes.recipe(recipe, "cpu").steps
-                found.append(
-                    Experiment(f"{recipe}-uniform-{seed}", recipe, like, grown / f"phase-{steps:03d}.safetensors")
-                )
+                finished = grown / f"phase-{recipes.recipe(recipe, 'cpu').steps:03d}.safetensors"
+                found.append(Experiment(f"{recipe}-uniform-{seed}", recipe, like, finished))
+                alone = (*like, "--scratch", "phase")
+                found.append(Experiment(f"{recipe}-scratch-{seed}", recipe, alone, finished))
                 # c = 1 and c = 1.3 are the first steps of S2D and S3D.
                 found += [
                     Experiment(f"{recipe}-c{c}-{seed}", recipe, (*start, "--steps", "1", "--c", str(c)), trained)

@@ -23,7 +23,7 @@ def document() -> str:
         "machine": f"{results['environment']['processor']}; torch {results['environment']['torch']}, "
         f"Python {results['environment']['python']}; one thread per run, two runs at a time.\n",
         "commands": commands(runs),
-        "cifar100": growth(runs, CIFAR, ("s3d", "s2d", "net2net", "uniform")),
+        "cifar100": growth(runs, CIFAR, ("s3d", "s2d", "net2net", "uniform", "scratch")),
         "cost": cost(runs),
         "paired": paired(runs),
         "bounds": bounds(runs),
@@ -76,12 +76,12 @@ def cost(runs: dict[str, Run]) -> str:
     seeds = {run["seed"]: run["phases"][0]["seconds"]["train"] for run in of(runs, CIFAR, "seed")}
 
     def seconds(method: str, run: Run) -> float:
-        if method == "uniform":
+        if method in ("uniform", "scratch"):
             return run["phases"][-1]["seconds"]["train"]
         return seeds[run["seed"]] + sum(phase["seconds"]["train"] for phase in run["phases"])
 
     base = {run["seed"]: seconds("s3d", run) for run in of(runs, CIFAR, "s3d")}
-    for method in ("s3d", "s2d", "net2net", "uniform"):
+    for method in ("s3d", "s2d", "net2net", "uniform", "scratch"):
         ratios = [seconds(method, run) / base[run["seed"]] for run in of(runs, CIFAR, method)]
         rows.append([title(method), spread(ratios, "{:.2f}")])
     return table(rows)
@@ -91,7 +91,7 @@ def paired(runs: dict[str, Run]) -> str:
     """Return by how much each method's last accuracy differs from S2D's, seed by seed."""
     base = {run["seed"]: run for run in of(runs, CIFAR, "s2d")}
     rows = [["method", "accuracy after the last step, minus that of S2D: seed by seed", "median"]]
-    for method in ("s3d", "net2net", "uniform"):
+    for method in ("s3d", "net2net", "uniform", "scratch"):
         differences = [
             100 * (run["phases"][-1]["accuracy"] - base[run["seed"]]["phases"][-1]["accuracy"])
             for run in of(runs, CIFAR, method)
@@ -187,7 +187,7 @@ def of(runs: dict[str, Run], recipe: str, method: str) -> list[Run]:
 
 def title(method: str) -> str:
     """Return how tables call a method."""
-    names = {"s3d": "S3D c=1.3", "s2d": "S2D"}
+    names = {"s3d": "S3D c=1.3", "s2d": "S2D", "uniform": "uniform, all epochs", "scratch": "uniform, 3 epochs"}
     return names.get(method, method)
 
 

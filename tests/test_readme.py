@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import torch
@@ -51,3 +52,18 @@ def test_the_list_of_public_names_is_up_to_date() -> None:
     text = names["api"]()  # type: ignore[operator]
     assert (folder / "api.md").read_text() == text
     assert "|  |" not in text, "a public name has no docstring"
+
+
+def test_a_capture_within_a_budget() -> None:
+    names: dict[str, object] = {}
+    exec(BLOCKS[2], names)
+    exec(next(block for block in BLOCKS if "memory_budget" in block), names)
+    operators = names["operators"]
+    assert isinstance(operators, s3d_fast.Captured)
+    assert operators.nbytes < 10_000_000
+
+
+def test_the_results_are_those_of_the_runs() -> None:
+    page = Path(__file__).parent.parent / "docs" / "results.md"
+    made = runpy.run_path(str(page.with_name("make_results.py")))["document"]()
+    assert made == page.read_text(), "run python docs/make_results.py"
