@@ -26,8 +26,8 @@ import torch
 
 from s3d_fast import env, recipes, report
 from s3d_fast.checkpoint import load_grown
-from s3d_fast.commands.inspect import recipe_of, saved_network
 from s3d_fast.recipes.running import make_network
+from s3d_fast.recipes.saved import recipe_of, saved_network
 from s3d_fast.schemes import split_gain
 
 SEEDS = (0, 1, 2)

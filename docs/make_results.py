@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from s3d_fast.report.runs import EIGEN_STAGES
+
 DOCS = Path(__file__).parent
 CIFAR, MODELNET = "cifar100-mobilenet", "modelnet40-dgcnn"
-EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
 Run = dict[str, Any]
 
 

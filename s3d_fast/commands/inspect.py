@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,8 @@ from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.graph import Graph
 from s3d_fast.random_state import seed_all
 from s3d_fast.recipes.running import make_loss, make_network
-from s3d_fast.report.runs import read_about, read_spectra
+from s3d_fast.recipes.saved import recipe_of, saved_network
+from s3d_fast.report.runs import read_spectra
 from s3d_fast.run_folder import RunFolder
 from s3d_fast.schemes import split_gain
 from s3d_fast.solvers import extremal_eigenpairs
@@ -97,33 +97,6 @@ def _dry_run(options: argparse.Namespace) -> int:
     budget = options.memory_budget or recipe.memory_budget
     print(plan_capture(graph, batch, recipe.split_samples // recipe.split_batch, budget, units=units))
     return 0
-
-
-def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
-    """Return run.json and the path of a network of a run.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no run in the folder, or it has no network of this phase.
-    """
-    about = read_about(run)
-    missing = [name for name in ("classes", "input_shape") if name not in about]
-    if missing:
-        raise ValueError(f"{run / 'run.json'} does not say {' and '.join(missing)}; was it written by s3d-fast grow?")
-    # Networks that were trained from scratch have folders of their own.
-    sizes = sorted(run.glob("size-*"))
-    networks = [path for size in sizes for path in RunFolder(size).networks()] or RunFolder(run).networks()
-    if not networks:
-        raise ValueError(f"{run} has no network-*.safetensors yet")
-    if phase is None:
-        return about, networks[-1]
-    if not 0 <= phase < len(networks):
-        raise ValueError(f"{run} has no network of phase {phase}; it has {len(networks)} of them, from 0 on")
-    return about, networks[phase]
-
-
-def recipe_of(about: dict[str, Any]) -> recipes.Recipe:
-    """Return the recipe of a run, with its settings."""
-    return recipes.recipe(about["recipe"], about["preset"]).with_settings(about["settings"])
 
 
 def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: argparse.Namespace) -> Ends:

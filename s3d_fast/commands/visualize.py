@@ -9,10 +9,10 @@ import torch
 
 from s3d_fast import visualize
 from s3d_fast.checkpoint import load_grown
-from s3d_fast.commands.inspect import recipe_of, saved_network
 from s3d_fast.data.cifar import NORMALISE as CIFAR_NORMALISE
 from s3d_fast.data.images import IMAGENET_NORMALISE
 from s3d_fast.recipes.running import make_network
+from s3d_fast.recipes.saved import recipe_of, saved_network
 from s3d_fast.tables import text_table
 
 
@@ -65,6 +65,6 @@ def run(options: argparse.Namespace) -> int:
         rows.append([str(picture.filter), picture.title, *(f"{value:.3g}" for value in values)])
     print(text_table(rows))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    visualize.draw(image, pictures, options.out)
+    visualize.draw(image, pictures, options.out, normalise)
     print(f"Written: {options.out}")
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s3d_fast.data.images import IMAGENET_NORMALISE
+from s3d_fast.data.images import IMAGENET_NORMALISE, Normalise
 from s3d_fast.report import require_matplotlib
 from s3d_fast.visualize.guided import check_image
 from s3d_fast.visualize.pictures import FilterPicture
@@ -22,7 +22,12 @@ PANELS_PER_ROW = 4
 PANEL_SIZE = (3.4, 3.6)  # inches
 
 
-def draw(image: Tensor, pictures: Sequence[FilterPicture], path: str | os.PathLike[str]) -> None:
+def draw(
+    image: Tensor,
+    pictures: Sequence[FilterPicture],
+    path: str | os.PathLike[str],
+    normalise: Normalise = IMAGENET_NORMALISE,
+) -> None:
     """Draw the paper's figure: (a) the image, then a panel for every filter.
 
     In a panel the filter before the split is in the centre, theta -+ eps v_min on the left and theta -+ eps v_max on
@@ -30,9 +35,10 @@ def draw(image: Tensor, pictures: Sequence[FilterPicture], path: str | os.PathLi
     box marks a picture with |after - before| > 0.15 |before|.
 
     Args:
-        image: (1, channels, H, W). One that is normalised as `load_image` does is shown in its own colours.
+        image: (1, channels, H, W).
         pictures: from `filter_pictures`.
         path: of the file; its ending says which format.
+        normalise: what the image went through; it is shown in the colours that it had before.
 
     Raises:
         ValueError: no pictures, or a bad image or ending.
@@ -48,7 +54,7 @@ def draw(image: Tensor, pictures: Sequence[FilterPicture], path: str | os.PathLi
     figure = plt.figure(figsize=(PANEL_SIZE[0] * (columns + 1), PANEL_SIZE[1] * rows))
     try:
         original, rest = figure.subfigures(1, 2, width_ratios=(1, columns))
-        _draw_original(original, image)
+        _draw_original(original, image, normalise)
         panels = rest.subfigures(rows, columns, squeeze=False).flat
         for place, (panel, picture) in enumerate(zip(panels, pictures, strict=False)):
             _draw_panel(panel, picture, chr(ord("b") + place))
@@ -57,10 +63,10 @@ def draw(image: Tensor, pictures: Sequence[FilterPicture], path: str | os.PathLi
         plt.close(figure)
 
 
-def _draw_original(panel: Any, image: Tensor) -> None:
+def _draw_original(panel: Any, image: Tensor, normalise: Normalise) -> None:
     panel.subplots_adjust(left=0.05, right=0.95, bottom=0.12, top=0.98)
     axis = panel.subplots()
-    axis.imshow(_as_colours(image).numpy(), cmap="gray", vmin=0, vmax=1)
+    axis.imshow(_as_colours(image, normalise).numpy(), cmap="gray", vmin=0, vmax=1)
     axis.set_axis_off()
     axis.text(0.5, -0.05, "(a) original image", ha="center", va="top", fontsize=12, transform=axis.transAxes)
 
@@ -115,13 +121,13 @@ def _power(value: float) -> str:
     return f"{'-' if value < 0 else ''}10^{{{round(math.log10(abs(value)))}}}"
 
 
-def _as_colours(image: Tensor) -> Tensor:
+def _as_colours(image: Tensor, normalise: Normalise = IMAGENET_NORMALISE) -> Tensor:
     """Return an image as matplotlib shows it, (H, W, 3) or (H, W), between 0 and 1."""
     pixels = image[0].detach().cpu().double()
     if len(pixels) != 3:
         pixels = pixels.mean(0, keepdim=True)
     if len(pixels) == 3 and not _is_between_0_and_1(pixels):
-        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_NORMALISE.mean, IMAGENET_NORMALISE.std))
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (normalise.mean, normalise.std))
         original = pixels * std + mean
         pixels = original if _is_between_0_and_1(original) else pixels
     if not _is_between_0_and_1(pixels):

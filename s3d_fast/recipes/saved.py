@@ -1,0 +1,37 @@
+"""The networks that runs of recipes have saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from s3d_fast import recipes
+from s3d_fast.report.runs import read_about
+from s3d_fast.run_folder import RunFolder
+
+
+def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
+    """Return run.json and the path of a network of a run.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no run in the folder, or it has no network of this phase.
+    """
+    about = read_about(run)
+    missing = [name for name in ("classes", "input_shape") if name not in about]
+    if missing:
+        raise ValueError(f"{run / 'run.json'} does not say {' and '.join(missing)}; was it written by s3d-fast grow?")
+    # Networks that were trained from scratch have folders of their own.
+    sizes = sorted(run.glob("size-*"))
+    networks = [path for size in sizes for path in RunFolder(size).networks()] or RunFolder(run).networks()
+    if not networks:
+        raise ValueError(f"{run} has no network-*.safetensors yet")
+    if phase is None:
+        return about, networks[-1]
+    if not 0 <= phase < len(networks):
+        raise ValueError(f"{run} has no network of phase {phase}; it has {len(networks)} of them, from 0 on")
+    return about, networks[phase]
+
+
+def recipe_of(about: dict[str, Any]) -> recipes.Recipe:
+    """Return the recipe of a run, with its settings."""
+    return recipes.recipe(about["recipe"], about["preset"]).with_settings(about["settings"])
