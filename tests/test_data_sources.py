@@ -28,6 +28,30 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
 
 
 class TestSources:
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_parts_of_several_processes_make_the_whole(self, source: Source, size: int) -> None:
+        whole = list(source.batches(4))
+        parts = [list(source.batches(4, part=(rank, size))) for rank in range(size)]
+        assert samples_of(torch.cat([x for part in parts for x, _ in part])) == samples_of(epoch(whole)[0])
+        for number, (x, y) in enumerate(whole):
+            mine = [part[number] for part in parts if number < len(part)]
+            assert sum(len(labels) for _, labels in mine) == len(y)
+            assert samples_of(torch.cat([pixels for pixels, _ in mine])) == samples_of(x)
+        # In training all draw the same order, and none has a sample of another.
+        orders = []
+        for rank in range(size):
+            torch.manual_seed(5)
+            orders.append([len(y) for _, y in source.batches(2 * size, train=True, part=(rank, size))])
+        assert orders == [[2] * len(orders[0])] * size
+        torch.manual_seed(6)
+        drawn = source.sample(8, 2)
+        found = []
+        for rank in range(size):
+            torch.manual_seed(6)
+            found += source.sample(8, 2, (rank, size))
+        assert samples_of(epoch(found)[0]) == samples_of(epoch(drawn)[0])
+        assert len(found) == len(drawn)
+
     def test_test_batches_are_all_samples_in_order(self, source: Source) -> None:
         assert len(source) == 10
         batches = source.batches(4)
