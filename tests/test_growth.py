@@ -26,7 +26,7 @@ from s3d_fast.models.mlp import MLP
 from tests import grow_worker
 
 ROOT = Path(__file__).parent.parent
-STAGES = {"train", "evaluate", "capture", "solve", "select", "split"}
+STAGES = {"train", "evaluate", "capture", "solve", "select", "split", "measure"}
 cross_entropy = nn.functional.cross_entropy
 
 
@@ -536,7 +536,7 @@ def test_a_plan_may_be_made_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert math.isfinite(phase.loss)
         assert math.isfinite(phase.split_loss)
         # Nobody needs eigenvalues.
-        assert set(phase.seconds) == {"train", "evaluate", "select", "split"}
+        assert set(phase.seconds) == {"train", "evaluate", "capture", "measure", "select", "split"}
         assert (phase.matvecs, phase.memory) == (0, 0)
     assert not list(tmp_path.glob("spectra-*"))
 
