@@ -36,7 +36,6 @@ TINY = recipe("digits").with_settings(
         "memory_budget": "60KB",
     }
 )
-STAGES = ("train", "capture", "solve", "split", "half-phase")
 
 
 def arm(stage: str) -> None:

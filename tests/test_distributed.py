@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from s3d_fast.distributed import ALONE
-from tests import distributed_worker
 
 ROOT = Path(__file__).parent.parent
 
@@ -115,7 +114,3 @@ def test_a_process_that_is_alone() -> None:
     assert ALONE.same("value") == "value"
     model = torch.nn.Linear(2, 2)
     assert ALONE.wrap(model) is model
-
-
-def test_stages_are_those_that_can_die() -> None:
-    assert set(distributed_worker.STAGES) == {"train", "capture", "solve", "split", "half-phase"}

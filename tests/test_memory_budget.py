@@ -326,23 +326,16 @@ def test_resident_memory_stays_within_the_budget() -> None:
     assert got == pytest.approx(wanted, rel=1e-4)
 
 
-def half_precise() -> Iterator[nn.Module]:
+def test_bfloat16_keeps_the_eigenvalues_where_nothing_cancels() -> None:
     torch.manual_seed(0)
-    yield nn.Sequential(nn.Linear(6, 20), nn.Softplus(), nn.Linear(20, 1))
-
-
-def test_bfloat16_is_chosen_where_it_is_accurate_enough() -> None:
-    # A loss whose gradient has one sign: nothing cancels.
-    (model,) = half_precise()
+    model = nn.Sequential(nn.Linear(6, 20), nn.Softplus(), nn.Linear(20, 1))
     batches = [(torch.randn(4000, 6), torch.zeros(4000, 1)) for _ in range(4)]
     graph = s3d.trace(model, batches[0][0][:2])
 
+    # Its gradient has one sign.
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).mean()
 
-    whole = s3d.capture(model, loss, batches, graph)
-    plan = s3d.plan_capture(graph, batches[0], 4, sum(whole.memory().values()))
-    assert all(need.half_error < 0.05 for need in plan.needs)
     found = [s3d.capture(model, loss, batches, graph, dtype=dtype) for dtype in (None, torch.bfloat16)]
     spectra = [s3d.extremal_eigenpairs(one, solver="exact") for one in found]
     for name, exact in spectra[0].items():
