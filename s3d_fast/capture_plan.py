@@ -13,7 +13,7 @@ import torch
 
 from s3d_fast import memory
 from s3d_fast.operators import SplittingOperator
-from s3d_fast.solvers.auto import expected_steps, prefers_exact
+from s3d_fast.solvers.auto import expected_steps, forming_products, prefers_exact
 from s3d_fast.tables import text_table
 
 PLACES = {
@@ -44,7 +44,8 @@ class UnitNeed:
     float_bytes: int  # of those, what bfloat16 would halve
     half_error: float  # of a product with rows and coefficients in bfloat16, relative, of the worst filter
     wants_dense: bool
-    seconds: float
+    forming: float  # products that take as long as forming the matrices
+    seconds: float  # of a product
 
     @classmethod
     def of(cls, name: str, operator: SplittingOperator, batches: int) -> UnitNeed:
@@ -64,12 +65,29 @@ class UnitNeed:
         error = (operator.stored_as(torch.bfloat16).matvec(V) - product).norm(dim=-1)
         half = float((error / size).max())
         evaluations = operator.C.numel() // operator.shape[0]  # type: ignore[attr-defined]
-        return cls(name, *operator.shape, operator.rows, evaluations, operator.nbytes, floats, half, dense, seconds)
+        return cls(
+            name=name,
+            filters=operator.shape[0],
+            width=operator.shape[1],
+            rows=operator.rows,
+            evaluations=evaluations,
+            nbytes=operator.nbytes,
+            float_bytes=floats,
+            half_error=half,
+            wants_dense=dense,
+            forming=forming_products(operator),
+            seconds=seconds,
+        )
 
     @property
     def dense_bytes(self) -> int:
         """The matrices of all filters, in float32."""
         return 4 * self.filters * self.width**2
+
+    @property
+    def forming_seconds(self) -> float:
+        """How long adding the matrices of one batch up is expected to take."""
+        return self.seconds * self.forming
 
     def stored_bytes(self, dtype: torch.dtype | None) -> int:
         """The bytes of a batch in a dtype; None is as they come."""
@@ -123,8 +141,9 @@ class CapturePlan:
 
     @property
     def capture_seconds(self) -> float:
-        """How long the capture is expected to take."""
-        return self.batches * self.batch_seconds
+        """How long the capture is expected to take, forming of matrices included."""
+        forming = sum(need.forming_seconds for need in self._at("dense"))
+        return self.batches * (self.batch_seconds + forming)
 
     @property
     def step_seconds(self) -> float:

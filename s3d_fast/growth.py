@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from s3d_fast import checkpoint, checks, costs, memory
 from s3d_fast.capture import capture
 from s3d_fast.distributed import ALONE, World
 from s3d_fast.graph import Graph
+from s3d_fast.losses import length_of
 from s3d_fast.plan import SplitPlan
 from s3d_fast.random_state import random_state, seed_all, set_random_state
 from s3d_fast.run_folder import RunFolder
@@ -49,6 +50,7 @@ class Phase:
         splits: how many neurons were split.
         negative: how many of them into copies of which one has a negative weight, as S2D never does.
         unconverged: filters whose eigenpairs did not reach the tolerance.
+        batches: that the split was computed on, those of all processes.
         matvecs: products S v that the slowest filter took.
         memory: bytes that the splitting operators held.
         seconds: for each stage.
@@ -68,6 +70,7 @@ class Phase:
     splits: int = 0
     negative: int = 0
     unconverged: int = 0
+    batches: int = 0
     matvecs: int = 0
     memory: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -91,7 +94,8 @@ class Grower:
         model: the seed network; grown in place.
         example_input: as for `trace`.
         loss_fn: as for `capture`.
-        batches: a function that returns the batches to split on, of a given phase; or a list of batches.
+        batches: a function that returns the batches to split on, of a given phase; or a list of batches. They are
+            iterated several times; what has no length, or cannot be iterated again, is kept in memory.
         train: `train(model, optimizer, phase)`; an `EpochTrainer`, or a function of yours.
         optimizer: makes the optimizer from the model's parameters. Its state is carried through the splits, and its
             learning rates are set back to their first values at the start of every phase.
@@ -115,6 +119,7 @@ class Grower:
 
     Attributes:
         history: a `Phase` for each phase that is finished.
+        phase: the one that is under way, or the last.
         stopped: why growth ended before the last phase, or None.
     """
 
@@ -156,6 +161,7 @@ class Grower:
         self.after_phase, self.seed, self.world, self.progress = after_phase, seed, world, progress
         self.folder = None if out is None else RunFolder(out)
         self.history: list[Phase] = []
+        self.phase: Phase | None = None
         self.stopped: str | None = None
         # A phase that a checkpoint found in the middle of its training, and the random state to go on with.
         self._unfinished: tuple[Phase, dict[str, Tensor], dict[str, Any]] | None = None
@@ -224,6 +230,7 @@ class Grower:
             phase, *state = self._unfinished
             set_random_state(*state)
             self._unfinished = None
+        self.phase = phase
         with self._timed(phase, "train"):
             self._train(phase)
         with self._timed(phase, "evaluate"):
@@ -258,11 +265,13 @@ class Grower:
         )
 
     def _split(self, phase: Phase) -> None:
+        self.phase = phase
         # A state of its own, so that a split that comes later, in a resumed run, is the same.
         seed_all(self.seed, phase.index, 1)
         with self._timed(phase, "capture"):
             graph = trace(self.model, self.example_input)
-            batches = list(self.batches(phase.index) if callable(self.batches) else self.batches)
+            batches = _reusable(self.batches(phase.index) if callable(self.batches) else self.batches)
+            phase.batches = int(self.world.sum(len(batches))[0])
         # The same in all processes, also where a search for the best one was cut short by the clock.
         plan = self._plan(phase, graph, batches)
         plan = replace(plan, splits=self.world.same(plan.splits))
@@ -280,13 +289,13 @@ class Grower:
         with self._timed(phase, "measure"):
             phase.split_loss = self._loss(batches, trace(self.model, self.example_input))
 
-    def _loss(self, batches: Sequence[Any], graph: Graph) -> float:
+    def _loss(self, batches: Collection[Any], graph: Graph) -> float:
         """Return the loss on the batches of all processes."""
         mine = capture(self.model, self.loss_fn, batches, graph, units=()).loss
         total, count = self.world.sum(len(batches) * mine, len(batches))
         return total / count
 
-    def _plan(self, phase: Phase, graph: Graph, batches: Sequence[Any]) -> SplitPlan:
+    def _plan(self, phase: Phase, graph: Graph, batches: Collection[Any]) -> SplitPlan:
         """Return the splits of this phase: those that gain the most, or what the function given has chosen."""
         if self.plan is not None:
             with self._timed(phase, "measure"):
@@ -387,3 +396,9 @@ class Grower:
         # A process that was killed may have written the checkpoint and not the history.
         if self.world.is_first:
             self._write_history(self._unfinished[0] if self._unfinished else None)
+
+
+def _reusable(batches: Iterable[Any]) -> Collection[Any]:
+    """Return batches that have a length and can be iterated again."""
+    once = isinstance(batches, Iterator) or length_of(batches) is None
+    return list(batches) if once else batches  # type: ignore[return-value]

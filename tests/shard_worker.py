@@ -1,4 +1,7 @@
-"""A process of several that share the data of a splitting step: torchrun -m tests.shard_worker MODEL FOLDER BUDGET."""
+"""A process of several that split and train a network together: torchrun -m tests.shard_worker FOLDER.
+
+It works on all cases of its number of processes, since starting the processes is what takes long.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,24 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import s3d_fast as s3d
+from s3d_fast.checkpoint import optimizer_tensors
+from s3d_fast.distributed import World, joined
 from s3d_fast.models import DGCNN, MobileNetV1
-from s3d_fast.sharding import sharded
+from s3d_fast.training import Epoch, EpochTrainer
 
+# In 3 processes they are 3, 3 and 2.
 BATCHES = 8
+# By the number of processes: models and memory budgets, of which 0 is none and the other too small for all rows.
+CASES = {
+    2: [("mobilenet", 0), ("mobilenet", 60_000), ("dgcnn", 0), ("dgcnn", 60_000)],
+    3: [("mobilenet", 0)],
+    4: [("mobilenet", 0), ("dgcnn", 0)],
+}
 
 
 def case(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
@@ -30,31 +41,55 @@ def case(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model.eval(), batches
 
 
-def split(name: str, rank: int, ranks: int, budget: int | None) -> tuple[dict[str, Tensor], str]:
-    """Split a model on this process's part of the data; return spectra and weights as tensors, and the plan."""
+def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Tensor], str]:
+    """Split a model on this process's part of the data, train it for an epoch; return tensors by name, and the plan.
+
+    Names begin with "spectrum/", "split/" (weights, buffers, momentum after the split) or "trained/" (after training).
+    """
     model, batches = case(name)
-    graph = s3d.trace(model, batches[0][0])
-    mine = batches[rank::ranks]
-    operators = s3d.capture(model, F.cross_entropy, mine, graph, memory_budget=budget)
-    if ranks > 1:
-        operators = sharded(operators, len(mine))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    # A step that is the same in every process, so that there is momentum to split.
+    inputs, targets = batches[0]
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+
+    graph = s3d.trace(model, inputs)
+    mine = batches[world.rank :: world.size]
+    operators = world.shared(s3d.capture(model, F.cross_entropy, mine, graph, memory_budget=budget or None), len(mine))
+    assert (operators.stream is None) == (budget == 0)
     tensors = {"loss": torch.tensor(operators.loss, dtype=torch.float64)}
     for solver in ("lanczos", "auto"):
         spectra = s3d.extremal_eigenpairs(operators, solver=solver, tol=1e-6)
         for unit, spectrum in spectra.items():
-            tensors[f"{solver}/{unit}/min"] = spectrum.lambda_min
-            tensors[f"{solver}/{unit}/max"] = spectrum.lambda_max
+            tensors[f"spectrum/{solver}/{unit}/min"] = spectrum.lambda_min
+            tensors[f"spectrum/{solver}/{unit}/max"] = spectrum.lambda_max
     plan = s3d.select(spectra, graph, m=2, c=1.3, fraction=0.35)
-    s3d.apply_splits(model, plan, 0.01)
-    weights = {f"weight/{key}": value.contiguous() for key, value in model.state_dict().items()}
-    chosen = " ".join(f"{s.unit}:{s.neuron}:{s.copies}" for s in plan.splits)
-    return tensors | weights, chosen
+    s3d.apply_splits(model, plan, 0.01, optimizer)
+    tensors |= state("split", model, optimizer)
+
+    epochs: list[Epoch] = []
+    # Every step waits for the gradients of all processes, so that all must take as many.
+    train = EpochTrainer(mine[: BATCHES // world.size], F.cross_entropy, 1, world=world)
+    train(model, optimizer, 0, after_epoch=epochs.append)
+    tensors |= state("trained", model, optimizer)
+    tensors["trained_loss"] = torch.tensor([epoch.loss for epoch in epochs], dtype=torch.float64)
+    return tensors, " ".join(f"{split.unit}:{split.neuron}:{split.copies}" for split in plan.splits)
+
+
+def state(prefix: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return copies of weights, buffers and momentum."""
+    momentum, _ = optimizer_tensors(model, optimizer)
+    return {f"{prefix}/{name}": value.clone().contiguous() for name, value in (model.state_dict() | momentum).items()}
+
+
+def file(folder: Path, model: str, budget: int, rank: int) -> Path:
+    """Return where a process saves what it has found."""
+    return folder / f"{model}-{budget}-rank-{rank}.safetensors"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    found, chosen = split(sys.argv[1], rank, ranks, int(sys.argv[3]) or None)
-    save_file(found, Path(sys.argv[2]) / f"rank-{rank}.safetensors", metadata={"plan": chosen})
-    dist.destroy_process_group()
+    with joined(torch.device("cpu")) as everyone:
+        for name, budget in CASES[everyone.size]:
+            found, chosen = split_and_train(name, everyone, budget)
+            save_file(found, file(Path(sys.argv[1]), name, budget, everyone.rank), metadata={"plan": chosen})

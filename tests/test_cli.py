@@ -376,7 +376,7 @@ def test_bad_usage(
         (["grow", "cifar100-mobilenet", "--data", "empty"], "empty"),
         (["grow", "imagenet-mobilenet", "--data", "empty"], "expected folders train and val"),
         (["grow", "modelnet40-dgcnn", "--data", "empty"], "empty"),
-        (["grow", "imagenet-mobilenet", "--data", "JPEGS", "--workers", "0"], "split_samples"),
+        (["grow", "imagenet-mobilenet", "--data", "JPEGS", "--workers", "0"], "split_batch"),
         (["grow", "digits", "--widths", "2,2"], "widths must be 3"),
         (["grow", "digits", "--epochs", "0"], "epochs"),
         (["grow", "digits", "--c", "0.5"], "c must be"),

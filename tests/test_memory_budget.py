@@ -197,7 +197,7 @@ def test_what_is_no_amount_of_memory(amount: Any) -> None:
 
 
 def need(name: str, nbytes: int, *, width: int = 100, dense: bool = False, half_error: float = 1e-4) -> UnitNeed:
-    return UnitNeed(name, 10, width, 1000, 1000, nbytes, nbytes, half_error, dense, 0.5)
+    return UnitNeed(name, 10, width, 1000, 1000, nbytes, nbytes, half_error, dense, 2.0, 0.5)
 
 
 def test_what_fits_first_is_chosen() -> None:
@@ -241,6 +241,8 @@ def test_small_matrices_are_formed() -> None:
     assert plan.memory_bytes == 1000 + 10_000
     assert plan.flops_per_step == 2 * 10 * 25 + 4 * 10_000 * 100 * 10
     assert plan.step_seconds == 5
+    # A second for each batch, and as long as two products of half a second for the matrices.
+    assert plan.capture_seconds == 10 * (1 + 2 * 0.5)
     # But not where the matrices are larger than what they are made of.
     assert decide([need("small", 50, width=5, dense=True)], 10, 12_000, 1.0).places == {"small": "memory"}
 

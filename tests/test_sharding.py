@@ -1,10 +1,12 @@
-"""The eigen phase on several processes: the same spectra, the same plan, the same weights as on one."""
+"""Splits and training in several processes: spectra, plan and weights as in one, and ranks that agree bit for bit."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,52 +14,93 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from s3d_fast.distributed import ALONE
 from tests import shard_worker
 
 ROOT = Path(__file__).parent.parent
+Found = tuple[dict[str, torch.Tensor], str]
 
-
-def run(model: str, ranks: int, folder: Path, budget: int = 0) -> list[tuple[dict[str, torch.Tensor], str]]:
-    """Run the worker in several processes; return what each has found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, "-m", "tests.shard_worker", model, str(folder), str(budget)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = []
-    for rank in range(ranks):
-        path = folder / f"rank-{rank}.safetensors"
-        with safe_open(path, "pt") as file:
-            found.append((load_file(path), file.metadata()["plan"]))
-    return found
-
-
-@pytest.mark.parametrize(
+each_case = pytest.mark.parametrize(
     ("model", "ranks", "budget"),
-    # 8 batches in 3 processes are 3, 3 and 2.
-    [("mobilenet", 2, 0), ("mobilenet", 3, 0), ("mobilenet", 2, 60_000), ("dgcnn", 4, 0)],
+    [(model, ranks, budget) for ranks, cases in shard_worker.CASES.items() for model, budget in cases],
 )
-def test_ranks_agree_with_one_process(model: str, ranks: int, budget: int, tmp_path: Path) -> None:
-    wanted, plan = shard_worker.split(model, 0, 1, None)
-    found = run(model, ranks, tmp_path, budget)
+
+
+@functools.cache
+def alone(model: str) -> Found:
+    """Return what one process finds, without a memory budget."""
+    return shard_worker.split_and_train(model, ALONE, 0)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that runs the worker in a number of processes, once, and returns the folder of its files."""
+
+    @functools.cache
+    def run(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [*command, "-m", "tests.shard_worker", str(folder)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return folder
+
+    return run
+
+
+@pytest.fixture
+def found(model: str, ranks: int, budget: int, folder_of: Callable[[int], Path]) -> list[Found]:
+    """Return what every rank has found."""
+    results = []
+    for rank in range(ranks):
+        path = shard_worker.file(folder_of(ranks), model, budget, rank)
+        with safe_open(path, "pt") as file:
+            results.append((load_file(path), file.metadata()["plan"]))
+    return results
+
+
+@each_case
+def test_ranks_split_as_one_process_does(found: list[Found], model: str) -> None:
+    wanted, plan = alone(model)
+    assert plan
     for tensors, chosen in found:
         assert chosen == plan
-        # Among one another to the last bit, to one process up to the order of sums.
-        assert all(torch.equal(tensor, found[0][0][name]) for name, tensor in tensors.items())
         assert set(tensors) == set(wanted)
+        assert float(tensors["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
         for name, tensor in tensors.items():
-            if name.startswith("weight/"):
+            if name.startswith("split/"):
                 torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
-                continue
-            if name == "loss":
-                assert float(tensor) == pytest.approx(float(wanted[name]), rel=1e-6)
-                continue
-            ends = [wanted[f"{name.rpartition('/')[0]}/{end}"].abs() for end in ("min", "max")]
-            radius = torch.maximum(*ends).clamp(min=1e-30)
-            assert float(((tensor - wanted[name]).abs() / radius).max()) < 1e-5, name
+            elif name.startswith("spectrum/"):
+                ends = [wanted[f"{name.rpartition('/')[0]}/{end}"].abs() for end in ("min", "max")]
+                radius = torch.maximum(*ends).clamp(min=1e-30)
+                assert float(((tensor - wanted[name]).abs() / radius).max()) < 1e-5, name
+
+
+@each_case
+def test_ranks_agree_bit_for_bit_before_and_after_an_epoch(found: list[Found]) -> None:
+    (first, _), *others = found
+    for tensors, _ in others:
+        assert [name for name, tensor in tensors.items() if not torch.equal(tensor, first[name])] == []
+
+
+@each_case
+def test_an_epoch_changes_every_weight_buffer_and_momentum(found: list[Found]) -> None:
+    for tensors, _ in found:
+        before, after = (
+            {name.removeprefix(stage): tensor for name, tensor in tensors.items() if name.startswith(stage)}
+            for stage in ("split/", "trained/")
+        )
+        assert set(before) == set(after)
+        assert any(name.endswith("|momentum_buffer") for name in before)
+        unchanged = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
+        # Which channels count in EdgeConv's distances is for splits to change, not for training.
+        assert [name for name in unchanged if not name.endswith(".metric")] == []
+        assert tensors["trained_loss"].shape == (1,)
+        assert tensors["trained_loss"].isfinite().all()

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from s3d_fast import recipes
-from s3d_fast.capture import capture, plan_capture
+from s3d_fast.capture import capture
 from s3d_fast.checkpoint import load_grown
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.graph import Graph
 from s3d_fast.random_state import seed_all
-from s3d_fast.recipes.running import make_loss, make_network
+from s3d_fast.recipes.running import first, make_loss, make_network
 from s3d_fast.recipes.saved import recipe_of, saved_network
+from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.report.runs import read_spectra
 from s3d_fast.run_folder import RunFolder
 from s3d_fast.schemes import split_gain
@@ -64,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
     print(graph.explain())
     phase = int(path.stem.rpartition("-")[2])
     if options.data is not None or recipe.dataset == "digits":
-        ends, where = _computed(recipe, model, graph, options), f"{recipe.split_samples} training samples"
+        ends, where = _computed(recipe, model, graph, options)
     elif RunFolder(path.parent).file("spectra", phase).exists():
         ends, where = read_spectra(path.parent, phase), "the run"
     else:
@@ -91,21 +92,21 @@ def _dry_run(options: argparse.Namespace) -> int:
         model = make_network(recipe, about["classes"])
         load_grown(model, path)
     seed_all(0)
-    (batch,) = dataset.train.sample(recipe.split_batch, recipe.split_batch)
-    graph = trace(model, batch[0][:2])
-    units = [unit for unit in graph.units if recipe.may_split(unit)]
-    budget = options.memory_budget or recipe.memory_budget
-    print(plan_capture(graph, batch, recipe.split_samples // recipe.split_batch, budget, units=units))
+    split_data = SplitData(recipe, first(dataset.train, recipe.train_samples), model)
+    batches = split_data.count()
+    print(f"A split is computed on {batches} batches of {recipe.split_batch} training samples.")
+    print(split_data.plan(batches, options.memory_budget))
     return 0
 
 
-def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: argparse.Namespace) -> Ends:
+def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: argparse.Namespace) -> tuple[Ends, str]:
     dataset = load_dataset(recipe, options)
     seed_all(0)
-    batches = dataset.train.sample(recipe.split_samples, recipe.split_batch)
+    batches = SplitData(recipe, first(dataset.train, recipe.train_samples), model).batches()
     operators = capture(model, make_loss(recipe), batches, graph, memory_budget=recipe.memory_budget, progress=True)
     spectra = extremal_eigenpairs(operators, tol=recipe.tol, solver="auto")
-    return {name: (spectrum.lambda_min.numpy(), spectrum.lambda_max.numpy()) for name, spectrum in spectra.items()}
+    ends = {name: (spectrum.lambda_min.numpy(), spectrum.lambda_max.numpy()) for name, spectrum in spectra.items()}
+    return ends, f"{len(batches) * recipe.split_batch} training samples"
 
 
 def _table(ends: Ends, recipe: recipes.Recipe) -> list[list[str]]:

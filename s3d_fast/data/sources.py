@@ -51,7 +51,7 @@ class Source(Protocol):
         """
         ...
 
-    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> list[Batch]:
+    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> Sample:
         """Return `count` samples, drawn without replacement and not augmented, as batches of equal size.
 
         Of all batches, those of process (rank, size) are made.
@@ -60,6 +60,25 @@ class Source(Protocol):
             ValueError: there are not so many, or they do not fill the last batch.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Batches of samples that were drawn once; every pass makes them anew, so that none but one is in memory.
+
+    Attributes:
+        indices: the samples (B,) of every batch.
+        make: makes the batches of some indices.
+    """
+
+    indices: list[Tensor]
+    make: Callable[[list[Tensor]], Iterator[Batch]]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.make(self.indices)
 
 
 @dataclass(frozen=True)
@@ -110,10 +129,10 @@ class ArraySource:
         index = torch.from_numpy(balanced(self.labels.numpy(), count))
         return replace(self, inputs=self.inputs.index_select(0, index), labels=self.labels[index])
 
-    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> list[Batch]:
+    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> Sample:
         """See `Source`."""
         indices = _drawn(len(self), count, batch_size)[part[0] :: part[1]]
-        return [self.batch(index, augmented=False) for index in indices]
+        return Sample(indices, lambda indices: (self.batch(index, augmented=False) for index in indices))
 
     def batch(self, index: Tensor, *, augmented: bool) -> Batch:
         """Return the samples of an index (B,)."""
@@ -181,9 +200,10 @@ class JpegSource:
         entries = (Entry(os.fsdecode(file), *numbers) for file, *numbers in chosen)
         return JpegSource(entries, self.size, self.num_workers)
 
-    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> list[Batch]:
+    def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> Sample:
         """See `Source`."""
-        return list(self.decoded(_drawn(len(self), count, batch_size)[part[0] :: part[1]], augmented=False))
+        indices = _drawn(len(self), count, batch_size)[part[0] :: part[1]]
+        return Sample(indices, lambda indices: self.decoded(indices, augmented=False))
 
     def decoded(self, indices: list[Tensor], *, augmented: bool) -> Iterator[Batch]:
         """Yield the batches of a list of indices (B,)."""

@@ -43,8 +43,10 @@ PAPER = Recipe(
     m=2,
     c=1.3,
     macs=(82_000_000, 140_000_000, 291_000_000, 558_000_000),
-    split_samples=1024,
+    # Not stated in the paper either.
+    split_time=0.01,
     split_batch=64,
+    memory_budget="4GiB",
 )
 CPU = replace(
     PAPER,
@@ -58,5 +60,7 @@ CPU = replace(
     macs=None,
     fraction=0.35,
     split_samples=256,
-    split_batch=64,
+    split_time=None,
+    split_batch=16,
+    memory_budget="512MiB",
 )

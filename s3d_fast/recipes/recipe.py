@@ -13,6 +13,8 @@ from s3d_fast import checks, memory, schedules
 
 # (widths, classes) -> network
 Network = Callable[[Sequence[int], int], nn.Module]
+# The settings that say how many samples a split is computed on; one of them is given.
+SPLIT_DATA = ("split_samples", "split_share", "split_time")
 
 
 def _setting(help: str, default: Any = None) -> Any:
@@ -53,7 +55,9 @@ class Recipe:
     c: float = _setting("bound on the sum of the absolute weights of the copies; 1 is S2D", 1.3)
     fraction: float | None = _setting("share of the filters that is split in a step")
     macs: tuple[int, ...] | None = _setting("in place of fraction: the MACs that each step may grow to")
-    split_samples: int = _setting("training samples that the splitting matrices are computed on", 1024)
+    split_samples: int | None = _setting("training samples that the splitting matrices are computed on")
+    split_share: float | None = _setting("in place of split_samples: the share of the training set")
+    split_time: float | None = _setting("in place of split_samples: the share of an epoch's time that a split may take")
     split_batch: int = _setting("samples of a batch of those", 256)
     memory_budget: str | None = _setting("bytes that splitting operators may take, such as 4GiB; no limit by default")
     tol: float = _setting("accuracy of eigenpairs, relative to the spectral radius", 1e-2)
@@ -68,11 +72,11 @@ class Recipe:
             checks.is_number(name, getattr(self, name))
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
-        for name in ("epochs", "batch_size", "split_samples", "split_batch"):
+        for name in ("epochs", "batch_size", "split_batch"):
             checks.is_count(name, getattr(self, name))
         for name in ("learning_rate", "decay", "eps", "tol"):
             checks.is_positive(name, getattr(self, name))
-        for name in ("train_samples", "test_samples"):
+        for name in ("train_samples", "test_samples", "split_samples"):
             if getattr(self, name) is not None:
                 checks.is_count(name, getattr(self, name))
         checks.is_count("steps", self.steps, at_least=0)
@@ -89,7 +93,15 @@ class Recipe:
             memory.as_bytes("memory_budget", self.memory_budget)
         checks.is_copy_count(self.m)
         checks.is_weight_bound(self.c)
-        if self.split_samples % self.split_batch:
+        given = [name for name in SPLIT_DATA if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of {', '.join(SPLIT_DATA)}; got {', '.join(given) or 'none'}")
+        for name in ("split_share", "split_time", "fraction"):
+            if getattr(self, name) is not None:
+                checks.is_positive(name, getattr(self, name))
+                if getattr(self, name) > 1:
+                    raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)!r}")
+        if self.split_samples is not None and self.split_samples % self.split_batch:
             raise ValueError(
                 f"split_samples must be a multiple of split_batch, got {self.split_samples} and {self.split_batch}"
             )
@@ -98,10 +110,6 @@ class Recipe:
         for name in ("widths", "macs"):
             for value in getattr(self, name) or ():
                 checks.is_count(name, value)
-        if self.fraction is not None:
-            checks.is_positive("fraction", self.fraction)
-            if self.fraction > 1:
-                raise ValueError(f"fraction must lie in (0, 1], got {self.fraction!r}")
         if (self.fraction is None) == (self.macs is None):
             raise ValueError("give one of fraction and macs")
         if self.macs is not None and len(self.macs) < self.steps:
@@ -113,7 +121,7 @@ class Recipe:
         return {f.name: (str(f.type), f.metadata["help"]) for f in fields(cls) if "help" in f.metadata}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with some settings changed; a fraction replaces MACs, and MACs a fraction.
+        """Return the recipe with some settings changed; of those that stand for one another, the new one replaces.
 
         Raises:
             ValueError: there is no such setting, or its value is bad.
@@ -124,10 +132,9 @@ class Recipe:
                 raise ValueError(f"{name!r} is not a setting of a recipe; there are {', '.join(self.settings())}")
             if isinstance(value, list):
                 changed[name] = tuple(value)
-        if changed.get("fraction") is not None:
-            changed.setdefault("macs", None)
-        if changed.get("macs") is not None:
-            changed.setdefault("fraction", None)
+        for alternatives in (("fraction", "macs"), SPLIT_DATA):
+            if any(changed.get(name) is not None for name in alternatives):
+                changed = dict.fromkeys(alternatives) | changed
         return replace(self, **changed)
 
     def as_settings(self) -> dict[str, Any]:

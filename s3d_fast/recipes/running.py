@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from s3d_fast import baselines, checks, costs, env
 from s3d_fast.checkpoint import load_grown
-from s3d_fast.data.sources import Dataset
+from s3d_fast.data.sources import Dataset, Source
 from s3d_fast.distributed import ALONE, World
 from s3d_fast.files import write_whole
 from s3d_fast.graph import Graph
@@ -25,6 +26,7 @@ from s3d_fast.growth import Grower, Phase
 from s3d_fast.plan import SplitPlan
 from s3d_fast.random_state import seed_all
 from s3d_fast.recipes.recipe import Recipe
+from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.report.runs import read_about, read_run
 from s3d_fast.run_folder import RunFolder
 from s3d_fast.tracing import trace
@@ -90,28 +92,22 @@ class Job:
             raise ValueError(
                 f"batch_size must be a multiple of the {self.world.size} processes, got {self.recipe.batch_size}"
             )
-        if self.recipe.split_samples // self.recipe.split_batch < self.world.size:
-            raise ValueError(
-                f"split_samples must be at least a split_batch for each of the {self.world.size} processes, "
-                f"got {self.recipe.split_samples}"
-            )
-        if self.recipe.split_samples > len(self.train_set):
-            raise ValueError(
-                f"split_samples must be at most the {len(self.train_set)} training samples, "
-                f"got {self.recipe.split_samples}"
-            )
+        # Checks its settings.
+        self.split_data(nn.Module())
 
     @cached_property
-    def train_set(self) -> Any:
+    def train_set(self) -> Source:
         """The training samples that the recipe uses."""
-        count, source = self.recipe.train_samples, self.dataset.train
-        return source if count is None or count >= len(source) else source.take(count)
+        return first(self.dataset.train, self.recipe.train_samples)
 
     @cached_property
-    def test_set(self) -> Any:
+    def test_set(self) -> Source:
         """The test samples that the recipe uses."""
-        count, source = self.recipe.test_samples, self.dataset.test
-        return source if count is None or count >= len(source) else source.take(count)
+        return first(self.dataset.test, self.recipe.test_samples)
+
+    def split_data(self, model: nn.Module) -> SplitData:
+        """Return what the splits of a network are computed on."""
+        return SplitData(self.recipe, self.train_set, model, self.world)
 
     @property
     def torch_device(self) -> torch.device:
@@ -150,6 +146,11 @@ def run(job: Job, resume: bool = False) -> list[Phase]:
     grower = _growth(job)
     _describe(job, resume)
     return grower.run(resume)
+
+
+def first(source: Source, count: int | None) -> Source:
+    """Return so many samples of a source, or all of them."""
+    return source if count is None or count >= len(source) else source.take(count)
 
 
 def make_network(recipe: Recipe, classes: int, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
@@ -202,7 +203,7 @@ def evaluate(model: nn.Module, batches: Any, channels_last: bool = False, world:
 
 def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Grower:
     """Return the Grower of a network; `options` are further arguments, and take precedence."""
-    device, last = job.torch_device, recipe.channels_last
+    last = recipe.channels_last
     world, part = job.world, job.world.part
     train, test = job.train_set, job.test_set.batches(256, part=part)
     loss = make_loss(recipe)
@@ -228,15 +229,23 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
         "progress": job.progress and world.is_first,
         **options,
     }
-    return Grower(
+    split_data = job.split_data(model)
+
+    def batches(phase: int) -> Iterable[Any]:
+        assert grower.phase is not None
+        seconds = [epoch["seconds"] for epoch in grower.phase.epochs]
+        return split_data.batches(median(seconds) if seconds else None)
+
+    grower = Grower(
         model,
-        torch.zeros(2, *job.dataset.input_shape, device=device),
+        torch.zeros(2, *job.dataset.input_shape, device=job.torch_device),
         loss,
-        lambda phase: moved(train.sample(recipe.split_samples, recipe.split_batch, part), device, last),
+        batches,
         trainer,
         make_optimizer(recipe),
         **arguments,
     )
+    return grower
 
 
 def _growth(job: Job) -> Grower:

@@ -45,6 +45,7 @@ class PhaseRecord:
     splits: int = 0
     negative: int = 0
     unconverged: int = 0
+    batches: int = 0
     matvecs: int = 0
     memory: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -260,6 +261,7 @@ def _phase(where: str, record: dict[str, Any]) -> PhaseRecord:
         splits=_count(where, record, "splits", 0),
         negative=_count(where, record, "negative", 0),
         unconverged=_count(where, record, "unconverged", 0),
+        batches=_count(where, record, "batches", 0),
         matvecs=_count(where, record, "matvecs", 0),
         memory=_count(where, record, "memory", 0),
         seconds=_numbers(where, record, "seconds"),

@@ -38,9 +38,8 @@ def solve(
 def prefers_exact(operator: SplittingOperator, tol: float, backend: str = "auto", rows: int | None = None) -> bool:
     """Return whether forming S is expected to cost less than Lanczos; both costs are in products S v.
 
-    Forming S takes D / 4 products where symmetry is used, D / 2 where it is not, and reducing it a time that does not
-    depend on the number of rows. Only operators made of rows can form S so cheaply. `rows` stands in for the rows of
-    an operator on one batch of many.
+    Reducing S takes a time that does not depend on the number of rows. Only operators made of rows can form S cheaply.
+    `rows` stands in for the rows of an operator on one batch of many.
     """
     rows = operator.rows if rows is None else rows
     if rows is None:
@@ -49,11 +48,14 @@ def prefers_exact(operator: SplittingOperator, tol: float, backend: str = "auto"
     if rows == 0:
         # Formed already.
         return True
-    # Of the compiled kernels, only those of the CPU use the symmetry.
+    return forming_products(operator, backend) + REDUCTION * width**2 / rows < expected_steps(width, tol)
+
+
+def forming_products(operator: SplittingOperator, backend: str = "auto") -> float:
+    """Return how many products S v take as long as forming S does: D / 4 where symmetry is used, else D / 2."""
+    # Of the compiled kernels, only those of the CPU use it.
     symmetric = ops.resolve_backend(backend, torch.empty(0, dtype=operator.dtype, device=operator.device)) == "cpu"
-    forming = (width + 1) / (4 if symmetric else 2)
-    reducing = REDUCTION * width**2 / rows
-    return forming + reducing < expected_steps(width, tol)
+    return (operator.shape[1] + 1) / (4 if symmetric else 2)
 
 
 def expected_steps(width: int, tol: float) -> float:
