@@ -52,11 +52,15 @@ class BatchCapture:
                 unit, g = units[len(gradients) - 1], gradients.pop()
                 act = activation(unit.activation, sharpness=self.sharpness)
                 keep(unit.name, _operator(self.model, taps, unit, act, g, dtype))
+                taps.forget(unit.name)
         return float(loss.detach())
 
 
 class _Taps(fx.Interpreter):
-    """Evaluates the traced model and keeps, for every unit, the layer's input and output and the activation's ends."""
+    """Evaluates the traced model and keeps, for every unit, the layer's input and the activation's ends.
+
+    The layer's output is kept where more than a BatchNorm stands between it and the activation.
+    """
 
     def __init__(self, module: fx.GraphModule, units: Sequence[Unit]) -> None:
         super().__init__(module)
@@ -72,6 +76,11 @@ class _Taps(fx.Interpreter):
         self.outputs: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}
         self.after: dict[str, Tensor] = {}
+
+    def forget(self, unit: str) -> None:
+        """Give up what was kept for a unit."""
+        for kept in (self.inputs, self.outputs, self.before, self.after):
+            kept.pop(unit, None)
 
     def run(self, *arguments: Any, **keywords: Any) -> Any:
         self.calls += 1
@@ -90,7 +99,8 @@ class _Taps(fx.Interpreter):
         if unit is not None:
             # Where nothing before this layer requires a gradient, the units behind it still need one.
             result = result if result.requires_grad else result.detach().requires_grad_()
-            self.outputs[unit] = result
+            if not self.direct[unit]:
+                self.outputs[unit] = result
         if act_unit is not None:
             self.after[act_unit] = result
         own = unit is not None or act_unit is not None
@@ -157,7 +167,9 @@ def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> 
     ends = [taps.after[unit.name] for unit in units]
     if not loss.requires_grad:
         raise ValueError(f"the loss of batch {index} does not depend on the model's units")
-    gradients = torch.autograd.grad(loss, ends, retain_graph=True, allow_unused=True)
+    # Where it is not needed any more, what was saved for the backward pass is given up on the way.
+    retain = not all(taps.direct.values())
+    gradients = torch.autograd.grad(loss, ends, retain_graph=retain, allow_unused=True)
     found = []
     for unit, end, g in zip(units, ends, gradients, strict=True):
         # A unit that the loss does not depend on has nothing to gain.
@@ -191,7 +203,7 @@ def _operator(
 
 def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor) -> Tensor:
     """Return C = g act''(z) s^2, laid out like the layer's output a."""
-    a, z = taps.outputs[unit.name], taps.before[unit.name].detach()
+    z = taps.before[unit.name].detach()
     scale = None if unit.norm is None else _norm_scale(model.get_submodule(unit.norm)).to(z.dtype)
     axis = unit.activation_axis
     if scale is not None and len(scale) != z.shape[axis]:
@@ -204,7 +216,7 @@ def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g:
     curvature = ops.curvature_coefficients(g, z, act, axis=axis)
     if scale is not None:
         curvature = curvature * scale.reshape(-1, *[1] * (z.dim() - 1 - axis))
-    (C,) = torch.autograd.grad(taps.before[unit.name], a, curvature, retain_graph=True)
+    (C,) = torch.autograd.grad(taps.before[unit.name], taps.outputs[unit.name], curvature, retain_graph=True)
     return C
 
 

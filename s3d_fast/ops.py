@@ -295,6 +295,14 @@ def curvature_coefficients(
     chosen = _backend_for_curvature(backend, activation, g, z, scale)
     if chosen == "triton":
         return triton_kernels.kernels().curvature_coefficients(g, z, activation, scale, axis, inplace)
+    if axis != g.dim() - 1 and not g.is_contiguous():
+        # Channels that are innermost in memory are a last dimension; anything else would have to be copied.
+        g_last, z_last = g.movedim(axis, -1), z.movedim(axis, -1)
+        if g_last.is_contiguous() and z_last.is_contiguous():
+            C = curvature_coefficients(
+                g_last, z_last, activation, scale, axis=g.dim() - 1, inplace=inplace, backend=backend
+            )
+            return g if inplace else C.movedim(-1, axis)
     if chosen == "cpu":
         assert activation.formula is not None
         at, jump = [kink.at for kink in activation.kinks], [kink.jump for kink in activation.kinks]

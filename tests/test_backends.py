@@ -103,6 +103,22 @@ def test_auto_lets_gradients_flow(name: str) -> None:
         assert torch.equal(auto, expected)
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_coefficients_are_laid_out_as_their_gradient_is(backend: str, mixed: bool) -> None:
+    g, z, scale = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5), torch.rand(3)
+    act = activation("silu")
+    expected = ops.curvature_coefficients(g, z, act, scale, backend="reference")
+    last = g.contiguous(memory_format=torch.channels_last)
+    other = z if mixed else z.contiguous(memory_format=torch.channels_last)
+    found = ops.curvature_coefficients(last, other, act, scale, backend=backend)
+    assert relative_error(found, expected) < 1e-6
+    assert mixed or found.is_contiguous(memory_format=torch.channels_last)
+    assert ops.curvature_coefficients(last, other, act, scale, inplace=True, backend=backend) is last
+    assert relative_error(last, expected) < 1e-6
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("name", ["relu", "silu"])
 def test_auto_takes_the_reference_for_16_bits_and_for_activations_of_your_own(name: str) -> None:
     act = activation(name)
