@@ -8,13 +8,17 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from benchmarks.device import DEVICE, ON_CPU
 from s3d_fast import ops
 from tests.cases import RowsCase, random_vectors
+
+Result = TypeVar("Result")
 
 
 def extra_memory(backend: str, case: RowsCase) -> int:
@@ -33,6 +37,14 @@ def extra_memory(backend: str, case: RowsCase) -> int:
     return int(output)
 
 
+def peak_memory(call: Callable[[], Result]) -> tuple[Result, int]:
+    """Return what a call returns, and the most memory that this process has had meanwhile."""
+    # Makes the peak what is used now.
+    Path("/proc/self/clear_refs").write_text("5")
+    result = call()
+    return result, _status("VmHWM")
+
+
 def _status(key: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
@@ -48,11 +60,9 @@ def _measure(backend: str, case: RowsCase) -> int:
     ops.splitting_matvec(*small.tensors(), random_vectors(8, 8, dtype=case.dtype), backend=backend, check_finite=False)
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))
     ctypes.CDLL(None).malloc_trim(0)
-    # Makes the peak what is used now.
-    Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    result = ops.splitting_matvec(X, C, V, backend=backend, check_finite=False)
-    return _status("VmHWM") - before - result.nbytes
+    result, peak = peak_memory(lambda: ops.splitting_matvec(X, C, V, backend=backend, check_finite=False))
+    return peak - before - result.nbytes
 
 
 def _measure_gpu(backend: str, case: RowsCase) -> int:

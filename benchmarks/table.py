@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ HEAD = """# Benchmarks
 Written by `make bench`; every figure is a ratio of times taken side by side in one run, the median over rounds. Above 1
 means that s3d_fast is faster than what it is compared with; of a limit (sgemm, dgemm, copy) it is the fraction of its
 speed, measured in the same rounds. The aim, where there is one, stands in brackets. Memory is what a call takes at its
-peak beyond its inputs and its result, in a process of its own.
+peak beyond its inputs and its result, in a process of its own. Cost against data is relative to the least data: 1 is
+linear.
 """
+
+MEMORY = {"ours": "memory", "reference": "reference's memory"}
 
 NOTES = """
 ## What bounds them
@@ -41,29 +45,39 @@ def table(results: dict[str, Any]) -> str:
     lines = [HEAD, "Machine: " + "; ".join(f"{key} {machine.get(key, '-')}" for key in keys) + "."]
     groups: dict[str, list[dict[str, Any]]] = {}
     for benchmark in results["benchmarks"]:
-        if "ratios" in benchmark["extra_info"]:
+        if {"ratios", "table"} & set(benchmark["extra_info"]):
             groups.setdefault(benchmark["group"], []).append(benchmark)
     for group, members in groups.items():
-        names = list(dict.fromkeys(name for member in members for name in member["extra_info"]["ratios"]))
-        with_memory = any("memory" in member["extra_info"] for member in members)
         lines += ["", f"## {group}", ""]
-        lines.append("| case | " + " | ".join(names) + (" | memory | reference's memory |" if with_memory else " |"))
-        lines.append("|---" * (1 + len(names) + 2 * with_memory) + "|")
-        lines += [_row(member, names, with_memory) for member in members]
+        ready = [row for member in members for row in member["extra_info"].get("table", ())]
+        lines += markdown(ready or _ratios([{**member["extra_info"], **member} for member in members]))
     # What bounds them was found out on CPUs.
     return "\n".join(lines) + "\n" + (NOTES if machine.get("device", "cpu") == "cpu" else "")
 
 
-def _row(benchmark: dict[str, Any], names: list[str], with_memory: bool) -> str:
-    info = benchmark["extra_info"]
-    cells = [benchmark["param"] or benchmark["name"].removeprefix("test_")]
-    for name in names:
-        aim = f" ({info['aims'][name]:.2f})" if name in info["aims"] else ""
-        cells.append(f"{info['ratios'][name]:.2f}{aim}" if name in info["ratios"] else "")
-    if with_memory:
-        memory = info.get("memory", {})
-        cells += [f"{memory[key] / 2**20:.1f} MiB" if key in memory else "" for key in ("ours", "reference")]
-    return "| " + " | ".join(cells) + " |"
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table; the first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
+
+
+def _ratios(members: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return a row for every benchmark: its ratios, its memory, and other figures."""
+
+    def names(key: str) -> list[str]:
+        return list(dict.fromkeys(name for member in members for name in member.get(key, ())))
+
+    rows = [["case", *names("ratios"), *(MEMORY[key] for key in names("memory")), *names("figures")]]
+    for member in members:
+        row = [member["param"] or member["name"].removeprefix("test_")]
+        for name in names("ratios"):
+            aim = f" ({member['aims'][name]:.2f})" if name in member["aims"] else ""
+            row.append(f"{member['ratios'][name]:.2f}{aim}" if name in member["ratios"] else "")
+        memory = member.get("memory", {})
+        row += [f"{memory[key] / 2**20:.1f} MiB" if key in memory else "" for key in names("memory")]
+        row += [member.get("figures", {}).get(name, "") for name in names("figures")]
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,35 +1,31 @@
-"""Put what the compiler made of the kernels, and the roofline model, into docs/gpu.md: python docs/make_gpu.py."""
+"""Put what the compiler made of the kernels, and the models, into docs/gpu.md and scale.md: python docs/make_gpu.py."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from benchmarks import roofline  # noqa: E402
+from marked import filled  # noqa: E402
+
+from benchmarks import roofline, scale  # noqa: E402
 from s3d_fast.kernels import aot  # noqa: E402
 from s3d_fast.kernels.compiled import Compiled  # noqa: E402
 
 
-def document() -> str:
-    """Return the text of docs/gpu.md with its two tables as they should be."""
+def documents() -> dict[Path, str]:
+    """Return the texts of both pages with their tables as they should be."""
     entries = json.loads((DOCS / "gpu.json").read_text())
-    model = roofline.report(roofline.Table(DOCS / "gpu.json"), ("fp32", "bf16"))
+    table = roofline.Table(DOCS / "gpu.json")
+    model = roofline.report(table, ("fp32", "bf16"))
     parts = {"compiled": aot.table([Compiled(**entry) for entry in entries]), "model": f"```\n{model}\n```\n"}
-    text = (DOCS / "gpu.md").read_text()
-    for name, part in parts.items():
-        text = re.sub(
-            f"(<!-- {name} -->\\n).*?(<!-- end -->)",
-            lambda found, part=part: found[1] + part + found[2],
-            text,
-            flags=re.S,
-        )
-    return text
+    pages = {"gpu.md": parts, "scale.md": {"model": f"```\n{scale.report(table)}\n```\n"}}
+    return {DOCS / name: filled(DOCS / name, parts) for name, parts in pages.items()}
 
 
 if __name__ == "__main__":
-    (DOCS / "gpu.md").write_text(document())
+    for page, text in documents().items():
+        page.write_text(text)

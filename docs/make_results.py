@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from s3d_fast.report.runs import EIGEN_STAGES
-
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+
+from marked import filled  # noqa: E402
+
+from s3d_fast.report.runs import EIGEN_STAGES  # noqa: E402
+
 CIFAR, MODELNET = "cifar100-mobilenet", "modelnet40-dgcnn"
 Run = dict[str, Any]
 
@@ -35,13 +40,7 @@ def document() -> str:
         "promises": promises(runs),
         "loading": f"```\n{results['loading']}\n```\n",
     }
-    text = (DOCS / "results.md").read_text()
-    for name, part in parts.items():
-        marked = f"(<!-- {name} -->\\n).*?(<!-- end -->)"
-        if not re.search(marked, text, flags=re.S):
-            raise ValueError(f"docs/results.md has no place for {name!r}")
-        text = re.sub(marked, lambda found, part=part: found[1] + part + found[2], text, flags=re.S)
-    return text
+    return filled(DOCS / "results.md", parts)
 
 
 def commands(runs: dict[str, Run]) -> str:
