@@ -45,6 +45,13 @@ def peak_memory(call: Callable[[], Result]) -> tuple[Result, int]:
     return result, _status("VmHWM")
 
 
+def resident_memory() -> int:
+    """Return the memory that this process has now."""
+    # What was freed is given back first.
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status("VmRSS")
+
+
 def _status(key: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
@@ -59,8 +66,7 @@ def _measure(backend: str, case: RowsCase) -> int:
     small = RowsCase(64, 8, 8, case.dtype)
     ops.splitting_matvec(*small.tensors(), random_vectors(8, 8, dtype=case.dtype), backend=backend, check_finite=False)
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _status("VmRSS")
+    before = resident_memory()
     result, peak = peak_memory(lambda: ops.splitting_matvec(X, C, V, backend=backend, check_finite=False))
     return peak - before - result.nbytes
 

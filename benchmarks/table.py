@@ -13,8 +13,8 @@ HEAD = """# Benchmarks
 Written by `make bench`; every figure is a ratio of times taken side by side in one run, the median over rounds. Above 1
 means that s3d_fast is faster than what it is compared with; of a limit (sgemm, dgemm, copy) it is the fraction of its
 speed, measured in the same rounds. The aim, where there is one, stands in brackets. Memory is what a call takes at its
-peak beyond its inputs and its result, in a process of its own. Cost against data is relative to the least data: 1 is
-linear.
+peak beyond its inputs and its result, in a process of its own. Cost against data is relative to the least data, within
+a tenth of the memory that these would need: 1 is linear.
 """
 
 MEMORY = {"ours": "memory", "reference": "reference's memory"}
@@ -28,8 +28,12 @@ NOTES = """
   use is half the memory.
 - **EdgeConv**: gathering from and scattering to the winners, entry by entry; with 3 features there is little else.
 - **dense S**: forming the products of pairs, which few filters share when there are few filters.
-- **eigen phase**: capture is the larger part: the forward and backward pass themselves, and laying out what they leave
-  as rows, in newly allocated memory.
+- **eigen phase**: of a narrow network, capture is the larger part: the forward and backward pass themselves, and laying
+  out what they leave as rows, in newly allocated memory. At 224 x 224 it is the products S v, which run near the peak
+  of the multipliers, while the forward and backward pass are bound by memory; a pass of all images at once is slower
+  than one of few at a time because the operating system has to provide, and fill with zeros, more memory.
+- **a tenth of the memory**: reading ahead takes a core's time from the products. The scratch file was written shortly
+  before: most of it is read from the kernel's cache, unless it is told to forget it (file not cached).
 - **surgery**: allocating the new weights, which the operating system fills with zeros first (clone does the same);
   `apply_splits` as a whole, checking and sorting thousands of splits in Python.
 

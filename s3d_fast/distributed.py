@@ -64,6 +64,11 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
+    def agree(self, number: int) -> bool:
+        """Return whether a number is the same in all processes."""
+        total, squares = self.sum(number, number * number)
+        return self.size * squares == total * total
+
     def same(self, value: Value) -> Value:
         """Return the first process's value in all of them."""
         if self.size == 1:

@@ -96,8 +96,11 @@ class EpochTrainer:
             after_epoch: called with what happened in it.
 
         Raises:
-            ValueError: the loss is not finite.
+            ValueError: the loss is not finite; or the processes have different numbers of batches.
         """
+        if not self.world.agree(length_of(self.loader) or 0):
+            # Those with more batches would wait for the others forever.
+            raise ValueError("loader must have as many batches in every process, and theirs differ")
         device = next(model.parameters()).device
         if self.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -114,5 +114,6 @@ def test_a_process_that_is_alone() -> None:
     assert ALONE.part == (0, 1)
     assert ALONE.sum(1.5, 2) == [1.5, 2]
     assert ALONE.same("value") == "value"
+    assert ALONE.agree(3)
     model = torch.nn.Linear(2, 2)
     assert ALONE.wrap(model) is model
