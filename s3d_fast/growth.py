@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,7 +53,8 @@ class Phase:
         unconverged: filters whose eigenpairs did not reach the tolerance.
         batches: that the split was computed on, those of all processes.
         matvecs: products S v that the slowest filter took.
-        memory: bytes that the splitting operators held.
+        memory: bytes that the splitting operators held; in each process, if there are several.
+        scratch: bytes of their scratch file.
         seconds: for each stage.
         epochs: of an `EpochTrainer`: loss, learning rate, seconds and samples of each.
     """
@@ -73,6 +75,7 @@ class Phase:
     batches: int = 0
     matvecs: int = 0
     memory: int = 0
+    scratch: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     epochs: list[dict[str, float]] = field(default_factory=list)
 
@@ -315,9 +318,13 @@ class Grower:
             operators = self.world.shared(operators, len(batches))
         phase.loss = operators.loss
         with self._timed(phase, "solve"):
-            spectra = extremal_eigenpairs(operators, **self.solver)
+            spectra = extremal_eigenpairs(operators, **{"progress": self.progress, **self.solver})
         # After the solver, which makes the buffers of a scratch file.
         phase.memory = operators.nbytes
+        if operators.plan is not None:
+            phase.scratch = operators.plan.disk_bytes
+            if self.progress:
+                tqdm.write(operators.report(), file=sys.stderr)
         phase.unconverged = sum(int((~spectrum.converged).sum()) for spectrum in spectra.values())
         phase.matvecs = max((int(spectrum.matvecs.max()) for spectrum in spectra.values()), default=0)
         if self.folder is not None and self.world.is_first:

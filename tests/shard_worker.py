@@ -90,6 +90,8 @@ def file(folder: Path, model: str, budget: int, rank: int) -> Path:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined(torch.device("cpu")) as everyone:
+        assert everyone.agree(7)
+        assert not everyone.agree(everyone.rank)
         for name, budget in CASES[everyone.size]:
             found, chosen = split_and_train(name, everyone, budget)
             save_file(found, file(Path(sys.argv[1]), name, budget, everyone.rank), metadata={"plan": chosen})

@@ -102,6 +102,43 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_batches_are_made_anew_at_every_pass_and_those_that_come_once_are_kept() -> None:
+    x, target = grow_worker.data()
+    passes = []
+
+    class Made:
+        """Batches that note when they are made."""
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[Any]:
+            passes.append("pass")
+            return iter([(x[:24], target[:24]), (x[24:], target[24:])])
+
+    again = grow_worker.grower(None, phases=2)
+    again.batches = lambda phase: Made()
+    once = grow_worker.grower(None, phases=2)
+    once.batches = lambda phase: iter(Made())
+    histories = [run.run() for run in (again, once)]
+    # Capture, and the loss after the split; then one pass that makes a list.
+    assert passes == ["pass"] * 3
+    assert [history[0].batches for history in histories] == [2, 2]
+    assert histories[0][0].split_loss == histories[1][0].split_loss
+
+
+def test_a_budget_is_kept_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    x, target = grow_worker.data()
+    run = grow_worker.grower(None, phases=2, memory_budget=400, progress=True)
+    run.batches = [(x[i : i + 4], target[i : i + 4]) for i in range(0, 24, 4)]
+    first, _ = run.run()
+    assert first.scratch > 400 >= first.memory > 0
+    said = capsys.readouterr().err
+    assert "in memory of a budget of 400 B" in said
+    assert "6 batches" in said
+    assert "solve:" in said
+
+
 def test_every_phase_is_recorded() -> None:
     run = grow_worker.grower(None, phases=4)
     history = run.run()
@@ -129,6 +166,7 @@ def test_every_phase_is_recorded() -> None:
         assert before.unconverged >= 0
         assert before.matvecs > 0
         assert before.memory > 0
+        assert (before.batches, before.scratch) == (1, 0)
     last = history[-1]
     assert math.isnan(last.loss)
     assert math.isnan(last.split_loss)

@@ -31,6 +31,7 @@ from s3d_fast.recipes.running import (
     run,
     uniform_sizes,
 )
+from s3d_fast.recipes.split_data import SplitData
 
 EVERY = [(name, preset) for name in RECIPES for preset in PRESETS]
 every_recipe = pytest.mark.parametrize(("name", "preset"), EVERY, ids=["-".join(pair) for pair in EVERY])
@@ -388,6 +389,19 @@ def done(tmp_path_factory: pytest.TempPathFactory, digits: data.Dataset) -> tupl
     """The folder and the history of a run of S3D."""
     folder = tmp_path_factory.mktemp("runs") / "s3d"
     return folder, run(Job(TINY, digits, out=folder))
+
+
+def test_time_that_pays_for_samples_is_that_of_the_epochs_trained(
+    digits: data.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float | None] = []
+    count = SplitData.count
+    monkeypatch.setattr(SplitData, "count", lambda self, seconds: asked.append(seconds) or count(self, seconds))
+    history = run(Job(TINY.with_settings({"split_time": 0.5, "epochs": 3}), digits))
+    assert len(asked) == 2
+    for phase, seconds in zip(history, asked, strict=False):
+        assert seconds == sorted(epoch["seconds"] for epoch in phase.epochs)[1]
+        assert 1 <= phase.batches <= 6
 
 
 def record(history: list[s3d.Phase]) -> str:

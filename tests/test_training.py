@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from s3d_fast import schedules
+from s3d_fast.distributed import World
 from s3d_fast.models.mlp import MLP
 from s3d_fast.random_state import random_state, seed_all, set_random_state
 from s3d_fast.training import Epoch, EpochTrainer, moved
@@ -542,3 +543,16 @@ def test_rates_are_given_back(fails: bool) -> None:
     with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
         trainer(model, optimizer, 0, after_epoch=after_epoch)
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_processes_with_different_numbers_of_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As seen from the first of two processes, of which the second has a batch less."""
+    x, target = torch.randn(4, 2), torch.tensor([0, 1, 0, 1])
+    batches = [(x[:2], target[:2]), (x[2:], target[2:])]
+    model = MLP([2, 3, 2])
+    before = [parameter.clone() for parameter in model.parameters()]
+    monkeypatch.setattr(World, "sum", lambda self, *values: [values[0] + 1, values[1] + 1])
+    trainer = EpochTrainer(batches, cross_entropy, 1, world=World(size=2))
+    with pytest.raises(ValueError, match="as many batches in every process"):
+        trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))

@@ -48,6 +48,7 @@ class PhaseRecord:
     batches: int = 0
     matvecs: int = 0
     memory: int = 0
+    scratch: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     epochs: tuple[Epoch, ...] = ()
 
@@ -264,6 +265,7 @@ def _phase(where: str, record: dict[str, Any]) -> PhaseRecord:
         batches=_count(where, record, "batches", 0),
         matvecs=_count(where, record, "matvecs", 0),
         memory=_count(where, record, "memory", 0),
+        scratch=_count(where, record, "scratch", 0),
         seconds=_numbers(where, record, "seconds"),
         epochs=tuple(_epoch(f"{where}, epochs", number, epoch) for number, epoch in enumerate(epochs)),
     )

@@ -32,6 +32,7 @@ def extremal_eigenpairs(
     *,
     step: float = ...,
     generator: torch.Generator | None = ...,
+    progress: bool = ...,
 ) -> Spectrum: ...
 @overload
 def extremal_eigenpairs(
@@ -43,6 +44,7 @@ def extremal_eigenpairs(
     *,
     step: float = ...,
     generator: torch.Generator | None = ...,
+    progress: bool = ...,
 ) -> dict[str, Spectrum]: ...
 @overload
 def extremal_eigenpairs(
@@ -54,6 +56,7 @@ def extremal_eigenpairs(
     *,
     step: float = ...,
     generator: torch.Generator | None = ...,
+    progress: bool = ...,
 ) -> list[Spectrum]: ...
 
 
@@ -67,6 +70,7 @@ def extremal_eigenpairs(
     *,
     step: float = 0.9,
     generator: torch.Generator | None = None,
+    progress: bool = False,
 ) -> Spectrum | dict[str, Spectrum] | list[Spectrum]:
     """Return the smallest and largest eigenvalue of every filter's splitting matrix, with their vectors.
 
@@ -82,6 +86,7 @@ def extremal_eigenpairs(
         step: of "rayleigh", in units of 1 / (spectral radius).
         generator: the source of the random start vectors. Without one every call starts from the same vectors, and
             the global random state is neither used nor changed.
+        progress: count the steps while they are taken.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -103,11 +108,11 @@ def extremal_eigenpairs(
     else:
         starts = _random_starts(operators, generator)
         if solver == "lanczos":
-            spectra = lanczos.solve(operators, starts, tol, max_iters, backend)
+            spectra = lanczos.solve(operators, starts, tol, max_iters, backend, progress)
         elif solver == "auto":
-            spectra = auto.solve(operators, starts, tol, max_iters, backend)
+            spectra = auto.solve(operators, starts, tol, max_iters, backend, progress)
         else:
-            spectra = rayleigh.solve(operators, starts, tol, max_iters, step, backend)
+            spectra = rayleigh.solve(operators, starts, tol, max_iters, step, backend, progress)
 
     if isinstance(operator, Mapping):
         return dict(zip(operator, spectra, strict=True))

@@ -24,6 +24,7 @@ def solve(
     tol: float,
     max_iters: int,
     backend: str,
+    progress: bool = False,
 ) -> list[Spectrum]:
     """Return the spectrum of every operator: by forming S where that is cheaper, by Lanczos elsewhere."""
     found: dict[int, Spectrum] = {}
@@ -31,7 +32,7 @@ def solve(
     found.update(zip(dense, exact.solve([operators[i] for i in dense], tol, backend), strict=True))
     rest = [i for i in range(len(operators)) if i not in found]
     chosen = ([operators[i] for i in rest], [starts[i] for i in rest])
-    found.update(zip(rest, lanczos.solve(*chosen, tol, max_iters, backend), strict=True))
+    found.update(zip(rest, lanczos.solve(*chosen, tol, max_iters, backend, progress), strict=True))
     return [found[i] for i in range(len(operators))]
 
 

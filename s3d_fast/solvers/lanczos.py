@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s3d_fast import ops
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.spectrum import Found, Spectrum, measure
+from s3d_fast.solvers.spectrum import Found, Spectrum, counted, measure
 
 # Convergence is looked at every so many steps: finding the Ritz values costs about as much as a step.
 CHECK_EVERY = 4
@@ -25,6 +25,7 @@ def solve(
     tol: float,
     max_iters: int,
     backend: str,
+    progress: bool = False,
 ) -> list[Spectrum]:
     """Return the spectrum of every operator; one Krylov space per filter gives both ends.
 
@@ -37,7 +38,7 @@ def solve(
     for layer in layers:
         by_kind.setdefault((layer.q.dtype, layer.q.device), []).append(layer)
     groups = [_Lockstep(members, tol, backend) for members in by_kind.values()]
-    for step in range(1, max_iters + 1):
+    for step in counted(max_iters, progress):
         groups = [group for group in groups if group.layers]
         if not groups:
             break

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.reference import safe_norm
-from s3d_fast.solvers.spectrum import Found, Spectrum, measure
+from s3d_fast.solvers.spectrum import Found, Spectrum, counted, measure
 
 
 def solve(
@@ -20,6 +20,7 @@ def solve(
     max_iters: int,
     step: float,
     backend: str,
+    progress: bool = False,
 ) -> list[Spectrum]:
     """Return the spectrum of every operator by v <- v -+ eta (S v - R(v) v) from the same start for both ends.
 
@@ -28,7 +29,7 @@ def solve(
     have converged stand still until the last one of their layer has.
     """
     runs = [_Descent(operator, start) for operator, start in zip(operators, starts, strict=True)]
-    for _ in range(max_iters):
+    for _ in counted(max_iters, progress):
         active = [run for run in runs if not run.finished]
         if not active:
             break
