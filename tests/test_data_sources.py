@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, JpegImagePlugin
 
-from s3d_fast.data import ArraySource, Entry, JpegSource, Source, augment, images
+from s3d_fast.data import ArraySource, Entry, JpegSource, Source, augment, images, sources
 from s3d_fast.data.sources import IMAGENET_NORMALISE, balanced
 from tests.data_cases import WORKERS, as_is, epoch, forks, jpeg, random_bytes, samples_of, smooth_image, write_jpegs
 
@@ -357,3 +357,13 @@ def test_normalise() -> None:
     assert torch.allclose(result, (pixels / 255 - mean) / std, atol=1e-5)
     with pytest.raises(ValueError, match="mean and std must be equally many numbers, std > 0"):
         images.normalise((0.5,), (0.2, 0.2))
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(None, 6), ("2", 3), ("4", 1), ("16", 1)])
+def test_processes_share_the_cores_for_decoding(
+    processes: str | None, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_cores", lambda: 6)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert JpegSource(write_jpegs(tmp_path, 2), size=16).num_workers == workers

@@ -158,7 +158,8 @@ class JpegSource:
     Args:
         entries: where they are.
         size: height and width for the network.
-        num_workers: processes that decode; 0: none but this one; by default one per core, at most 8.
+        num_workers: processes that decode; 0: none but this one; by default one per core that this
+            process has for itself, at most 8.
 
     In training, a random part of each image (8 % to 100 % of its area, 3:4 to 4:3), mirrored or not; else its shorter
     side is resized to size * 256 / 224 and the centre is taken. Both are normalised by ImageNet's mean and deviation.
@@ -172,7 +173,8 @@ class JpegSource:
     def __init__(self, entries: Iterable[Entry], size: int = 224, num_workers: int | None = None) -> None:
         checks.is_count("size", size)
         if num_workers is None:
-            num_workers = min(8, _cores())
+            # torchrun says how many processes share this machine.
+            num_workers = min(8, max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         checks.is_count("num_workers", num_workers, at_least=0)
         require("PIL.Image", "JPEG images need Pillow", "'s3d_fast[images]'")
         self.size, self.num_workers = size, num_workers
