@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from s3d_fast import checks, fx_calls, layers, ops
 from s3d_fast.activations import Activation, activation
 from s3d_fast.edgeconv import EdgeConv
+from s3d_fast.folding import foldable, folded_convolution, norm_scale
 from s3d_fast.graph import Graph, Unit
 from s3d_fast.losses import batch_loss
 from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator
@@ -67,6 +68,10 @@ class _Taps(fx.Interpreter):
         self.producers = {unit.producer_node: unit.name for unit in units}
         self.direct = {unit.name: _is_direct(module, unit) for unit in units}
         self.activations = {unit.activation_node: unit.name for unit in units}
+        # Where more than a BatchNorm follows, the layer's own output is needed.
+        needed = {unit.producer_node for unit in units if not self.direct[unit.name]}
+        self.folds = {conv: norm for conv, norm in foldable(module).items() if conv not in needed}
+        self.folded = {norm: conv for conv, norm in self.folds.items()}
         self.clear()
 
     def clear(self) -> None:
@@ -95,7 +100,13 @@ class _Taps(fx.Interpreter):
             self.before[act_unit] = self.env[source]
             if fx_calls.is_inplace(n, self.submodules):
                 self.env[source] = self.env[source].clone()
-        result = super().run_node(n)
+        if n.name in self.folds:
+            conv, norm = (self.submodules[str(node.target)] for node in (n, next(iter(n.users))))
+            result = folded_convolution(conv, norm, self.env[n.all_input_nodes[0]])
+        elif n.name in self.folded:
+            result = self.env[n.all_input_nodes[0]]
+        else:
+            result = super().run_node(n)
         if unit is not None:
             # Where nothing before this layer requires a gradient, the units behind it still need one.
             result = result if result.requires_grad else result.detach().requires_grad_()
@@ -204,7 +215,7 @@ def _operator(
 def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor) -> Tensor:
     """Return C = g act''(z) s^2, laid out like the layer's output a."""
     z = taps.before[unit.name].detach()
-    scale = None if unit.norm is None else _norm_scale(model.get_submodule(unit.norm)).to(z.dtype)
+    scale = None if unit.norm is None else norm_scale(model.get_submodule(unit.norm)).to(z.dtype)
     axis = unit.activation_axis
     if scale is not None and len(scale) != z.shape[axis]:
         scale = scale.repeat_interleave(z.shape[axis] // len(scale))
@@ -218,13 +229,6 @@ def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g:
         curvature = curvature * scale.reshape(-1, *[1] * (z.dim() - 1 - axis))
     (C,) = torch.autograd.grad(taps.before[unit.name], taps.outputs[unit.name], curvature, retain_graph=True)
     return C
-
-
-def _norm_scale(norm: nn.Module) -> Tensor:
-    """Return s = gamma / sqrt(var + eps) of a BatchNorm in eval mode."""
-    with torch.no_grad():
-        scale = torch.rsqrt(norm.running_var + norm.eps)  # type: ignore[operator]
-        return scale if norm.weight is None else scale * norm.weight  # type: ignore[operator]
 
 
 def _conv_operator(module: nn.Conv2d, x: Tensor, C: Tensor, bias: bool) -> SplittingOperator:
@@ -275,6 +279,6 @@ def _winners(module: EdgeConv, x: Tensor, g: Tensor, act: Activation) -> tuple[T
         slot = act(z).argmax(-2)
         winner = neighbours.gather(-1, slot)
         z = z.gather(-2, slot.unsqueeze(-2)).squeeze(-2)
-        scale = _norm_scale(module.norm)
+        scale = norm_scale(module.norm)
         C = ops.curvature_coefficients(g.flatten(0, -2), z.flatten(0, -2), act, scale)
         return winner, C.view_as(z)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import Captured, Graph, NeuronSplit, SplitPlan, SumOperator, apply_splits, capture, trace
+from s3d_fast import Captured, Graph, NeuronSplit, SplitPlan, SumOperator, apply_splits, batch_capture, capture, trace
+from s3d_fast.folding import foldable
 from tests.cases import random_vectors, relative_error
 from tests.model_cases import (
     BY_NAME,
@@ -548,3 +549,61 @@ def test_what_is_captured_is_a_dictionary_in_the_order_of_the_graph() -> None:
     assert isinstance(captured, Captured)
     assert list(captured) == list(graph.units)
     assert all(captured[unit.name].shape == (unit.width, unit.fan_in) for unit in graph)
+
+
+class Folds(nn.Module):
+    """Convolutions with BatchNorms of several kinds, with and without biases, and an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 3, padding=1, bias=True)
+        self.first_norm = nn.BatchNorm2d(3)
+        self.depthwise = nn.Conv2d(3, 3, 3, padding="same", groups=3, bias=False, padding_mode="reflect")
+        self.depthwise_norm = nn.BatchNorm2d(3, affine=False)
+        self.second = nn.Conv2d(3, 4, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(4)
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.first_norm(self.first(x)))
+        x = F.silu(self.depthwise_norm(self.depthwise(x)))
+        return self.head(self.act(self.second_norm(self.second(x)))).mean((2, 3))
+
+
+def folding_case() -> tuple[nn.Module, Graph, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = Folds().double()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.uniform_(-1, 1)
+            module.running_var.uniform_(0.5, 2)
+            if module.affine:
+                nn.init.uniform_(module.weight, -1, 1)
+                nn.init.uniform_(module.bias, -1, 1)
+    x = data(5, 2, 6, 6)
+    return model.eval(), trace(model, x), [(x, data(5, 2, seed=1))]
+
+
+def test_folded_norms_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph, batches = folding_case()
+    folded = capture(model, squared_error, batches, graph)
+    assert len(foldable(graph.module)) == 3
+    monkeypatch.setattr(batch_capture, "foldable", lambda module: {})
+    plain = capture(model, squared_error, batches, graph)
+    assert folded.loss == pytest.approx(plain.loss, rel=1e-12)
+    for name, operator in plain.items():
+        assert relative_error(folded[name].dense(), operator.dense()) < 1e-12, name
+
+
+def test_layers_with_hooks_or_other_statistics_are_not_folded() -> None:
+    model, graph, batches = folding_case()
+    called = []
+    handle = model.get_submodule("first").register_forward_hook(lambda *_: called.append("first"))
+    assert len(foldable(graph.module)) == 2
+    capture(model, squared_error, batches, graph)
+    assert called == ["first"]
+    handle.remove()
+    # Without running statistics, those of the batch are used in eval mode as well.
+    model.second_norm = nn.BatchNorm2d(4, track_running_stats=False).double()  # type: ignore[assignment]
+    assert len(foldable(trace(model, batches[0][0]).module)) == 2
