@@ -2,9 +2,9 @@
 
 A MODEL, NOT A MEASUREMENT, with the peaks of `benchmarks.roofline`. Every GPU takes its part of the images. Passes
 through the network read and write what every layer takes and leaves, or do its arithmetic, whichever takes longer; what
-is kept for the solver is written once. A step of the solver is the roofline's, followed by a ring all-reduce of all
-products. Training is a pass forward, one backward, and the gradients of the weights. The depthwise layers count as
-arithmetic at the peak, and nothing overlaps.
+is kept for the solver is read and written once. A step of the solver is the roofline's, followed by a ring all-reduce
+of all products. Training is a pass forward, one backward, and the gradients of the weights, in bfloat16; capture is in
+float32. The depthwise layers count as arithmetic at the peak, and nothing overlaps.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class Step:
         """The splittable layers, with the rows of one GPU."""
         return mobilenet_layers(FULL_WIDTHS, self.own * 112 * 112)
 
-    def passing(self, images: float, flops_per_mac: int, taken: int, left: int) -> float:
+    def passing(self, images: float, dtype: str, flops_per_mac: int, taken: int, left: int) -> float:
         """Return the seconds of passes that move what layers take and leave so many times."""
-        one, size = passes(), DTYPES[self.dtype]
-        moved = size * (taken * one.taken + left * one.left)
-        return images * max(flops_per_mac * one.macs / self.gpu.flops[self.dtype], moved / self.gpu.memory)
+        one = passes()
+        moved = DTYPES[dtype] * (taken * one.taken + left * one.left)
+        return images * max(flops_per_mac * one.macs / self.gpu.flops[dtype], moved / self.gpu.memory)
 
     @property
     def stored(self) -> int:
@@ -114,9 +114,9 @@ class Step:
 
     @property
     def capture(self) -> float:
-        """Forward; backward without the gradients of weights; writing what is kept."""
+        """Forward; backward without the gradients of weights; reading and writing what is kept."""
         # Backward reads a layer's input and the gradient of its output, and writes that of its input.
-        return self.passing(self.own, 4, 1 + 2, 1 + 1) + 2 * self.stored / self.gpu.memory
+        return self.passing(self.own, "fp32", 4, 1 + 2, 1 + 1) + 2 * self.stored / self.gpu.memory
 
     @cached_property
     def product(self) -> float:
@@ -147,8 +147,8 @@ class Step:
 
     @property
     def surgery(self) -> float:
-        """Reading the weights and two tensors of optimizer state, and writing as many of twice the size."""
-        return 3 * 3 * self.products_bytes / self.gpu.memory
+        """Reading the weights and their momentum, and writing as many of twice the size."""
+        return 2 * 3 * self.products_bytes / self.gpu.memory
 
     @property
     def total(self) -> float:
@@ -158,17 +158,17 @@ class Step:
     @property
     def epoch(self) -> float:
         """An epoch of training on all of ImageNet."""
-        return self.passing(IMAGENET / RANKS, 6, 1 + 3, 1 + 2)
+        return self.passing(IMAGENET / RANKS, "bf16", 6, 1 + 3, 1 + 2)
 
 
 def affordable(name: str, dtype: str, table: Table, share: float) -> int:
-    """Return how many images a share of an epoch's time pays for: the cost per image falls with their number."""
-    images = IMAGENET
-    while images > RANKS:
+    """Return how many images a share of an epoch's time pays for; a batch for every GPU at the least."""
+    images, least = IMAGENET, RANKS * recipe("imagenet-mobilenet").split_batch
+    while images > least:
         step = Step(name, GPUS[name], LINKS[name], dtype, images, table)
         if step.total <= share * step.epoch:
             break
-        images = min(images - 1, int(images * max(0.5, share * step.epoch / step.total)))
+        images = max(least, min(images - 1, int(images * max(0.5, share * step.epoch / step.total))))
     return images
 
 
@@ -181,6 +181,9 @@ def report(table: Table, dtypes: Sequence[str] = tuple(DTYPES)) -> str:
     for name, gpu in GPUS.items():
         for dtype in dtypes:
             for images in (affordable(name, dtype, table, share), IMAGENET // 100, IMAGENET):
+                if dtype != "fp32" and images == IMAGENET:
+                    # What is captured again at every step is not stored.
+                    continue
                 step = Step(name, gpu, LINKS[name], dtype, images, table)
                 kept = short(step.stored / 1e9) if step.fits else "captured again"
                 times = (step.capture, 1e3 * step.product, 1e3 * step.reduce)

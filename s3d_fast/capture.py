@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from s3d_fast import checks, memory
 from s3d_fast.batch_capture import BatchCapture
+from s3d_fast.batches import first_of, length_of
 from s3d_fast.capture_plan import CapturePlan, UnitNeed, decide, scratch_folder
 from s3d_fast.graph import Graph, Unit
-from s3d_fast.losses import length_of
 from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator, add_dense
 from s3d_fast.streaming import DiskStream, Part, RecomputedStream, Stream, StreamedOperator, shell
 from s3d_fast.undisturbed import undisturbed
@@ -239,7 +239,7 @@ def _plan(
     if not count:
         raise ValueError("batches must hold at least one batch, got none")
     with undisturbed(capturer.model):
-        first = next(iter(batches))
+        first = first_of(batches)
     needs, seconds = _needs(capturer, first, units, count)
     return decide(needs, count, budget, seconds, scratch)
 

@@ -225,15 +225,15 @@ def decide(
     if batch > left:
         raise ValueError(
             f"memory_budget is too small: of {memory.as_text(budget)}, {memory.as_text(left)} are left for rows, and "
-            f"one batch needs {memory.as_text(batch)}; give smaller batches"
+            f"one batch needs {memory.as_text(batch)}; give a larger budget, or smaller batches"
         )
     places = {name: "recompute" if place == "memory" else place for name, place in places.items()}
     return CapturePlan(tuple(needs), places, None, batches, budget, batch_seconds)
 
 
 def free_bytes(scratch: str | os.PathLike[str] | bool) -> int:
-    """Return the free space where a scratch file would be."""
-    return shutil.disk_usage(scratch_folder(scratch)).free
+    """Return the free space where a scratch file would be, of which every process of the machine gets its part."""
+    return shutil.disk_usage(scratch_folder(scratch)).free // memory.local_processes()
 
 
 def scratch_folder(scratch: str | os.PathLike[str] | bool) -> str:

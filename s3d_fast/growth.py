@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from s3d_fast import checkpoint, checks, costs, memory
+from s3d_fast.batches import are_the_same
 from s3d_fast.capture import capture
 from s3d_fast.distributed import ALONE, World
 from s3d_fast.graph import Graph
-from s3d_fast.losses import length_of
 from s3d_fast.plan import SplitPlan
 from s3d_fast.random_state import random_state, seed_all, set_random_state
 from s3d_fast.run_folder import RunFolder
@@ -98,7 +98,8 @@ class Grower:
         example_input: as for `trace`.
         loss_fn: as for `capture`.
         batches: a function that returns the batches to split on, of a given phase; or a list of batches. They are
-            iterated several times; what has no length, or cannot be iterated again, is kept in memory.
+            iterated several times. All are kept in memory meanwhile, unless they come from an object that says
+            `same_every_pass = True`, has a length, and makes the same ones again at every pass.
         train: `train(model, optimizer, phase)`; an `EpochTrainer`, or a function of yours.
         optimizer: makes the optimizer from the model's parameters. Its state is carried through the splits, and its
             learning rates are set back to their first values at the start of every phase.
@@ -273,7 +274,8 @@ class Grower:
         seed_all(self.seed, phase.index, 1)
         with self._timed(phase, "capture"):
             graph = trace(self.model, self.example_input)
-            batches = _reusable(self.batches(phase.index) if callable(self.batches) else self.batches)
+            given = self.batches(phase.index) if callable(self.batches) else self.batches
+            batches: Any = given if are_the_same(given) else list(given)
             phase.batches = int(self.world.sum(len(batches))[0])
         # The same in all processes, also where a search for the best one was cut short by the clock.
         plan = self._plan(phase, graph, batches)
@@ -403,9 +405,3 @@ class Grower:
         # A process that was killed may have written the checkpoint and not the history.
         if self.world.is_first:
             self._write_history(self._unfinished[0] if self._unfinished else None)
-
-
-def _reusable(batches: Iterable[Any]) -> Collection[Any]:
-    """Return batches that have a length and can be iterated again."""
-    once = isinstance(batches, Iterator) or length_of(batches) is None
-    return list(batches) if once else batches  # type: ignore[return-value]

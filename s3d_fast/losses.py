@@ -25,14 +25,6 @@ def batch_loss(
     return loss_fn(model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs), target)
 
 
-def length_of(batches: object) -> int | None:
-    """Return the number of batches, or None where that is not known, as of a loader over an iterable data set."""
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
 def _takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
     try:
         first = next(iter(inspect.signature(loss_fn).parameters), "")

@@ -1,7 +1,8 @@
-"""Amounts of memory: as people write them, and as they are read."""
+"""Amounts of memory: as people write them, and as they are read; and who else is on the machine."""
 
 from __future__ import annotations
 
+import os
 import re
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -27,3 +28,8 @@ def as_text(amount: float) -> str:
         if amount >= size:
             return f"{amount / size:.1f} {unit}"
     return f"{amount:.0f} B"
+
+
+def local_processes() -> int:
+    """Return how many processes of this run share the machine, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

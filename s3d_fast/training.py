@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from s3d_fast import checks
+from s3d_fast.batches import length_of
 from s3d_fast.distributed import ALONE, World
-from s3d_fast.losses import batch_loss, length_of
+from s3d_fast.losses import batch_loss
 from s3d_fast.schedules import Schedule, constant
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

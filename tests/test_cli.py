@@ -408,7 +408,7 @@ def test_bad_usage(
         (["grow", "--momentum", "0.5"], "--momentum has no effect without --optimizer sgd"),
         (["grow", "--decay-at", "0.5"], "--decay-at has no effect without --schedule step"),
         (["grow", "--workers", "2"], "--workers decode JPEGs"),
-        (["inspect", "DIGITS", "--memory-budget", "1GB"], "--memory-budget has no effect without --dry-run"),
+        (["inspect", "DIGITS", "--memory-budget", "1GB"], "have no effect without --dry-run"),
         (["inspect", "digits", "--dry-run", "--phase", "1"], "--phase goes with a run"),
         (["compare", "missing"], "missing"),
         (["compare", "DIGITS", "empty"], "run.json"),
@@ -505,5 +505,12 @@ def test_a_dry_run_says_what_a_capture_keeps(digits_run: Path, capsys: pytest.Ca
     assert "GFLOP" in everything
     assert main(["inspect", str(digits_run), "--dry-run", "--memory-budget", "20MB"]) == 0
     assert "a budget of 19.1 MiB" in capsys.readouterr().out
+    # 512 samples in batches of 128, of which three processes have two at the most.
+    assert main(["inspect", "digits", "--dry-run", "--processes", "3", "--device", "cpu"]) == 0
+    shared = capsys.readouterr().out
+    assert "4 batches of 128 training samples, 2 in each process" in shared
+    assert "the capture of 2 batches" in shared
+    assert main(["inspect", "digits", "--dry-run", "--processes", "0"]) == 2
+    assert "processes" in capsys.readouterr().err
     assert main(["inspect", "digits", "--dry-run", "--memory-budget", "little"]) == 2
     assert "memory_budget must be a positive number of bytes" in capsys.readouterr().err

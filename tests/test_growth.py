@@ -109,6 +109,8 @@ def test_batches_are_made_anew_at_every_pass_and_those_that_come_once_are_kept()
     class Made:
         """Batches that note when they are made."""
 
+        same_every_pass = True
+
         def __len__(self) -> int:
             return 2
 
@@ -120,11 +122,15 @@ def test_batches_are_made_anew_at_every_pass_and_those_that_come_once_are_kept()
     again.batches = lambda phase: Made()
     once = grow_worker.grower(None, phases=2)
     once.batches = lambda phase: iter(Made())
-    histories = [run.run() for run in (again, once)]
+    shuffled = grow_worker.grower(None, phases=2)
+    shuffled.batches = DataLoader(TensorDataset(x, target), 24, shuffle=True, generator=torch.Generator())
+    first, second, third = (run.run()[0] for run in (again, once, shuffled))
     # Capture, and the loss after the split; then one pass that makes a list.
     assert passes == ["pass"] * 3
-    assert [history[0].batches for history in histories] == [2, 2]
-    assert histories[0][0].split_loss == histories[1][0].split_loss
+    assert first.batches == second.batches == 2
+    assert first.split_loss == second.split_loss
+    # The loss before the split and that after it are of the same samples.
+    assert third.split_loss - third.loss == pytest.approx(third.predicted_change, rel=1)
 
 
 def test_a_budget_is_kept_and_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import s3d_fast as s3d
 from s3d_fast import memory
-from s3d_fast.capture_plan import UnitNeed, decide
+from s3d_fast.capture_plan import UnitNeed, decide, free_bytes
 from s3d_fast.models import DGCNN, MobileNetV1
 from s3d_fast.operators import DenseOperator, matvec_all
 from s3d_fast.streaming import DiskStream, RecomputedStream, StreamedOperator
@@ -343,3 +343,9 @@ def test_bfloat16_keeps_the_eigenvalues_where_nothing_cancels() -> None:
     for name, exact in spectra[0].items():
         error = (spectra[1][name].lambda_max - exact.lambda_max).abs() / exact.radius
         assert float(error.max()) < 1e-3
+
+
+def test_processes_of_a_machine_share_its_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = free_bytes(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert free_bytes(tmp_path) == pytest.approx(whole / 8, rel=0.05)

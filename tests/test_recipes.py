@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
@@ -402,6 +403,29 @@ def test_time_that_pays_for_samples_is_that_of_the_epochs_trained(
     for phase, seconds in zip(history, asked, strict=False):
         assert seconds == sorted(epoch["seconds"] for epoch in phase.epochs)[1]
         assert 1 <= phase.batches <= 6
+
+
+def test_too_small_a_budget_is_refused_before_training(digits: data.Dataset, tmp_path: Path) -> None:
+    job = Job(TINY.with_settings({"memory_budget": "100B"}), digits, out=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"memory_budget is too small.*larger budget, or smaller batches"):
+        run(job)
+    assert not (tmp_path / "run").exists()
+    # Splits by chance keep nothing.
+    assert len(run(replace(job, method="net2net"))) == 3
+
+
+def test_a_run_may_go_on_with_other_memory_and_after_settings_were_added(
+    digits: data.Dataset, tmp_path: Path, done: tuple[Path, list[s3d.Phase]]
+) -> None:
+    folder = shutil.copytree(done[0], tmp_path / "run")
+    about = json.loads((folder / "run.json").read_text())
+    for name in ("split_share", "split_time"):
+        assert about["settings"].pop(name) is None
+    (folder / "run.json").write_text(json.dumps(about))
+    recipe = TINY.with_settings({"memory_budget": "1MB", "split_batch": 8})
+    assert record(run(Job(recipe, digits, out=folder), resume=True)) == record(done[1])
+    with pytest.raises(ValueError, match="settings differ"):
+        run(Job(TINY.with_settings({"split_share": 0.5}), digits, out=folder), resume=True)
 
 
 def record(history: list[s3d.Phase]) -> str:

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from s3d_fast import data
-from s3d_fast.capture_plan import CapturePlan
+from s3d_fast.capture_plan import CapturePlan, UnitNeed
+from s3d_fast.data.sources import Sample
 from s3d_fast.distributed import World
 from s3d_fast.recipes import recipe, split_data
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.recipes.running import make_network
-from s3d_fast.recipes.split_data import SplitData
+from s3d_fast.recipes.split_data import OnDevice, SplitData
 
 TINY = recipe("digits").with_settings({"widths": (3, 4, 5), "split_samples": 64, "split_batch": 16})
 TRAIN = data.digits().train.take(640)
@@ -25,13 +26,21 @@ def tiny(world: World | None = None, **settings: Any) -> SplitData:
     return SplitData(chosen, TRAIN, make_network(chosen, 10), World() if world is None else world)
 
 
-def costing(seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make every batch take so long to capture; return the numbers of batches that plans will be asked for."""
-    asked: list[int] = []
+def costing(
+    batch: float, product: float, monkeypatch: pytest.MonkeyPatch, *, room: int = 10**9
+) -> list[tuple[int, str | None]]:
+    """Make a batch take so long to capture, and a product; with more batches than there is room for, they recompute.
 
-    def plan(graph: object, batch: object, n_batches: int, *rest: Any, **options: Any) -> CapturePlan:
-        asked.append(n_batches)
-        return CapturePlan((), {}, None, n_batches, None, seconds)
+    Returns the numbers of batches that plans will be asked for, and the budgets.
+    """
+    asked: list[tuple[int, str | None]] = []
+
+    def plan(graph: object, x: object, n_batches: int, budget: str | None, **options: Any) -> CapturePlan:
+        asked.append((n_batches, budget))
+        # As wide as needs 24 steps at a tolerance of 1e-2.
+        need = UnitNeed("a", 10, 100, 1000, 1000, 1000, 1000, 0.0, False, 2.0, product)
+        place = "memory" if n_batches <= room else "recompute"
+        return CapturePlan((need,), {"a": place}, None, n_batches, None, batch)
 
     monkeypatch.setattr(split_data, "plan_capture", plan)
     return asked
@@ -48,35 +57,89 @@ def test_a_share_is_one_of_the_training_set() -> None:
 
 
 def test_time_pays_for_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = costing(0.5, monkeypatch)
-    # An epoch of 40 seconds, of which 10 % pay for 8 batches of half a second.
-    assert tiny(split_time=0.1).count(epoch_seconds=40.0) == 8
-    assert tiny(split_time=0.1).count(epoch_seconds=1000.0) == 40
-    assert tiny(split_time=0.1).count(epoch_seconds=1.0) == 1
-    # Plans are made for no more than could be paid for if solving took no time.
-    assert asked == [4, 4, 4]
+    # 640 samples are 40 batches, of a second each in training: half of that are 20 seconds. A batch takes a second to
+    # read and capture, 24 products of half a second, and a second for the loss after the split: 14.
+    asked = costing(0.5, 0.5, monkeypatch)
+    assert tiny(split_time=0.5).count(epoch_seconds=40.0) == 20 // 14
+    assert tiny(split_time=1.0).count(epoch_seconds=40.0) == 40 // 14
+    # What is left of an epoch of 10 seconds a batch.
+    assert tiny(split_time=0.5).count(epoch_seconds=400.0) == 200 // (10 + 12 + 10)
+    assert asked[0] == (10, None)
+
+
+def test_products_that_cost_nothing_leave_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    costing(0.5, 0.0, monkeypatch)
+    assert tiny(split_time=1.0).count(epoch_seconds=40.0) == 20
+    assert tiny(split_time=0.25).count(epoch_seconds=40.0) == 5
+    assert tiny(split_time=0.01).count(epoch_seconds=40.0) == 1
+    # Capture that takes longer than training.
+    costing(3.0, 0.0, monkeypatch)
+    assert tiny(split_time=1.0).count(epoch_seconds=40.0) == 10
 
 
 def test_an_unknown_epoch_is_thought_to_take_as_long_as_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    costing(0.5, monkeypatch)
-    assert tiny(split_time=0.1).count() == 4
+    costing(0.5, 0.0, monkeypatch)
+    assert tiny(split_time=0.5).count() == 10
+
+
+def test_what_would_be_computed_again_does_not_hide_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 20 batches would be captured again at each of 24 steps; five fit into memory and are paid for.
+    asked = costing(1.0, 0.05, monkeypatch, room=5)
+    assert tiny(split_time=1.0).count(epoch_seconds=40.0) == 5
+    assert [count for count, _ in asked] == [20, 5]
 
 
 def test_processes_get_as_many_batches_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "same", lambda self, value: value)
-    costing(0.5, monkeypatch)
+    asked = costing(0.5, 0.0, monkeypatch)
     three = World(rank=1, size=3)
-    # What takes one process 20 seconds is done by three at once.
-    assert tiny(three, split_time=0.1).count(epoch_seconds=20.0) == 12
+    # What three do in 40 / 3 seconds takes one of them 40.
+    assert tiny(three, split_time=0.5).count(epoch_seconds=40.0 / 3) == 9
+    assert asked == [(4, None)]
     assert tiny(three, split_share=0.2).count() == 6
     assert len(tiny(three, split_share=0.2).batches()) == 2
+    # Of 40 batches, 39.
+    assert tiny(three, split_share=1.0).count() == 39
 
 
 def test_real_measurements_pay_for_fewer_samples_than_training_takes() -> None:
-    """Capture and solver cost more per sample than training does, and a longer epoch pays for more."""
-    few, many = (tiny(split_time=0.5).count(seconds) for seconds in (1e-3, 10.0))
-    assert few < many == 40
-    assert 1 <= tiny(split_time=0.5).count() <= 20
+    """A batch takes at least two passes, and a longer epoch pays for more."""
+    few, many = (tiny(split_time=0.5).count(seconds) for seconds in (1e-3, 1000.0))
+    assert few == 1
+    # Two passes for each of 20, and hardly more.
+    assert many in (9, 10)
+    assert 1 <= tiny(split_time=0.5).count() < 10
+
+
+def test_plans_draw_nothing() -> None:
+    """What is measured has no influence on which samples are drawn: a number of samples repeats a run."""
+    batches = []
+    for settings in ({"split_time": 0.01}, {"split_samples": 16}):
+        torch.manual_seed(5)
+        batches.append(list(tiny(**settings).batches()))
+    assert [len(found) for found in batches] == [1, 1]
+    assert torch.equal(batches[0][0][0], batches[1][0][0])
+
+
+def test_a_budget_goes_into_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = costing(0.5, 0.0, monkeypatch)
+    tiny(split_time=0.5, memory_budget="3MB").count()
+    assert asked == [(10, "3MB")]
+
+
+def test_the_first_batch_is_made_alone() -> None:
+    made: list[int] = []
+    indices = list(torch.arange(12).split(4))
+
+    def make(chosen: list[torch.Tensor]) -> Any:
+        made.extend(map(len, chosen))
+        return iter([(index, index) for index in chosen])
+
+    sample = Sample(indices, make)
+    assert torch.equal(sample.first()[0], indices[0])
+    assert made == [4]
+    first, _ = OnDevice(sample, torch.device("cpu"), False).first()
+    assert torch.equal(first, indices[0])
 
 
 def test_batches_are_made_anew_and_are_the_same() -> None:

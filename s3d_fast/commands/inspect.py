@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from s3d_fast import recipes
+from s3d_fast import checks, recipes
 from s3d_fast.capture import capture
 from s3d_fast.checkpoint import load_grown
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.graph import Graph
 from s3d_fast.random_state import seed_all
-from s3d_fast.recipes.running import first, make_loss, make_network
+from s3d_fast.recipes.running import Job, first, make_loss, make_network
 from s3d_fast.recipes.saved import recipe_of, saved_network
 from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.report.runs import read_spectra
@@ -44,14 +44,16 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     dry.add_argument("--preset", choices=recipes.PRESETS, default="paper", help="of the recipe; default: %(default)s")
     dry.add_argument("--memory-budget", metavar="BYTES", help="such as 4GiB; by default the recipe's")
+    dry.add_argument("--processes", type=int, default=1, help="that will run it together; default: %(default)s")
+    dry.add_argument("--device", default="auto", help="default: a GPU if there is one")
     command.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(options)
-    if options.memory_budget is not None:
-        raise ValueError("--memory-budget has no effect without --dry-run")
+    if options.memory_budget is not None or options.processes != 1 or options.device != "auto":
+        raise ValueError("--memory-budget, --processes and --device have no effect without --dry-run")
     about, path = saved_network(options.folder, options.phase)
     recipe = recipe_of(about)
     solved = sorted(path.parent.glob("spectra-*.safetensors"))
@@ -78,6 +80,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _dry_run(options: argparse.Namespace) -> int:
     """Print the plan of the capture of a recipe's seed network, or of a run's last network."""
+    checks.is_count("processes", options.processes)
     name = str(options.folder)
     if name in recipes.RECIPES:
         if options.phase is not None:
@@ -92,10 +95,13 @@ def _dry_run(options: argparse.Namespace) -> int:
         model = make_network(recipe, about["classes"])
         load_grown(model, path)
     seed_all(0)
-    split_data = SplitData(recipe, first(dataset.train, recipe.train_samples), model)
+    if options.memory_budget is not None:
+        recipe = recipe.with_settings({"memory_budget": options.memory_budget})
+    split_data = SplitData(recipe, first(dataset.train, recipe.train_samples), model.to(Job.device_of(options.device)))
     batches = split_data.count()
-    print(f"A split is computed on {batches} batches of {recipe.split_batch} training samples.")
-    print(split_data.plan(batches, options.memory_budget))
+    own = -(-batches // options.processes)
+    print(f"A split is computed on {batches} batches of {recipe.split_batch} training samples, {own} in each process.")
+    print(split_data.plan(own))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset as TorchDataset
 from s3d_fast import checks
 from s3d_fast.data.files import require
 from s3d_fast.data.images import IMAGENET_NORMALISE, decode, read_bytes
+from s3d_fast.memory import local_processes
 
 Batch = tuple[Tensor, Tensor]
 Part = tuple[int, int]  # (rank, size): of so many processes, which one
@@ -64,7 +65,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Batches of samples that were drawn once; every pass makes them anew, so that none but one is in memory.
+    """Batches of samples that were drawn once; every pass makes the same ones anew, and keeps none.
 
     Attributes:
         indices: the samples (B,) of every batch.
@@ -73,12 +74,17 @@ class Sample:
 
     indices: list[Tensor]
     make: Callable[[list[Tensor]], Iterator[Batch]]
+    same_every_pass: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.make(self.indices)
+
+    def first(self) -> Batch:
+        """Return the first batch; no other is read ahead."""
+        return next(self.make(self.indices[:1]))
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,7 @@ class JpegSource:
     def __init__(self, entries: Iterable[Entry], size: int = 224, num_workers: int | None = None) -> None:
         checks.is_count("size", size)
         if num_workers is None:
-            # torchrun says how many processes share this machine.
-            num_workers = min(8, max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+            num_workers = min(8, max(1, _cores() // local_processes()))
         checks.is_count("num_workers", num_workers, at_least=0)
         require("PIL.Image", "JPEG images need Pillow", "'s3d_fast[images]'")
         self.size, self.num_workers = size, num_workers

@@ -107,7 +107,9 @@ class Job:
 
     def split_data(self, model: nn.Module) -> SplitData:
         """Return what the splits of a network are computed on."""
-        return SplitData(self.recipe, self.train_set, model, self.world)
+        # Splits by chance need no operators, and no memory for them.
+        recipe = self.recipe if self.method != "net2net" else replace(self.recipe, memory_budget=None)
+        return SplitData(recipe, self.train_set, model, self.world)
 
     @property
     def torch_device(self) -> torch.device:
@@ -254,6 +256,9 @@ def _growth(job: Job) -> Grower:
     model = make_network(recipe, job.dataset.classes, job.seed, job.torch_device)
     if job.start is not None:
         load_grown(model, job.start)
+    if job.recipe.memory_budget is not None and job.method != "net2net":
+        # Too small a budget should come up now, and not after a phase of training.
+        job.split_data(model).plan(1)
     graph = trace(model, torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
     units = [name for name in graph.units if recipe.may_split(name)]
     signed = {"m": recipe.m, "c": recipe.c} if job.method == "s3d" else {"m": 2, "c": 1.0}
@@ -361,7 +366,11 @@ def _describe(job: Job, resume: bool) -> None:
 
 
 def _fixed(value: Any) -> Any:
-    """Return what may not change when a run goes on: it may take more steps than were planned, and less memory."""
+    """Return what may not change when a run goes on: it may take more steps than were planned, and other memory.
+
+    A setting that an older version did not have is like one that is None.
+    """
     if not isinstance(value, Mapping):
         return value
-    return {name: setting for name, setting in value.items() if name not in ("steps", "memory_budget")}
+    free = ("steps", "memory_budget", "split_batch")
+    return {name: setting for name, setting in value.items() if name not in free and setting is not None}

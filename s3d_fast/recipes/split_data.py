@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from s3d_fast.capture import plan_capture
 from s3d_fast.capture_plan import CapturePlan
-from s3d_fast.data.sources import Source
+from s3d_fast.data.sources import Sample, Source
 from s3d_fast.distributed import ALONE, World
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.tracing import trace
 from s3d_fast.training import moved
+
+# Plans that are made, at the most, to find out how many batches there is time for; each captures a batch.
+PLANS = 5
 
 
 @dataclass(frozen=True)
@@ -68,29 +71,37 @@ class SplitData:
             wanted = int(self.recipe.split_share * most)
         else:
             wanted = self.world.same(self._affordable(epoch_seconds))
-        # Of equal number in all processes, none of which would have to wait.
-        return min(most, max(1, wanted // ranks) * ranks)
+        # As many in every process: none has to wait.
+        return max(1, min(most, wanted) // ranks) * ranks
 
-    def plan(self, batches: int, memory_budget: int | str | None = None) -> CapturePlan:
-        """Return what the capture of so many batches will keep and take; captures one."""
-        (batch,) = OnDevice(
-            self.train.sample(self.recipe.split_batch, self.recipe.split_batch), self._device, self.recipe.channels_last
-        )
+    def plan(self, batches: int) -> CapturePlan:
+        """Return what the capture of so many batches will keep and take; captures one, and draws nothing."""
+        size = self.recipe.split_batch
+        with torch.random.fork_rng(devices=[]):
+            (batch,) = OnDevice(self.train.sample(size, size), self._device, self.recipe.channels_last)
         graph = trace(self.model, batch[0][:2])
         units = [unit for unit in graph.units if self.recipe.may_split(unit)]
-        return plan_capture(graph, batch, batches, memory_budget or self.recipe.memory_budget, units=units)
+        return plan_capture(graph, batch, batches, self.recipe.memory_budget, units=units)
 
     def _affordable(self, epoch_seconds: float | None) -> int:
-        """Return as many batches as take the recipe's share of an epoch's time to capture and to solve."""
+        """Return as many batches as take the recipe's share of an epoch's time."""
         share, ranks = self.recipe.split_time, self.world.size
         assert share is not None
         batches_of_epoch = len(self.train) / self.recipe.split_batch
-        # Capturing a batch takes about as long as training on it: there cannot be more.
-        plan = self.plan(max(1, int(share * batches_of_epoch / ranks)))
-        if epoch_seconds is None:
-            epoch_seconds = batches_of_epoch * plan.batch_seconds / ranks
-        per_batch = (plan.capture_seconds + plan.solve_seconds) / plan.batches
-        return int(share * epoch_seconds * ranks / per_batch)
+        count = max(1, int(share * batches_of_epoch / 2))
+        for _ in range(PLANS):
+            # What is kept, and so what a batch takes, depends on how many there are.
+            plan = self.plan(-(-count // ranks))
+            trained = plan.batch_seconds if epoch_seconds is None else epoch_seconds * ranks / batches_of_epoch
+            # Training on a batch includes reading it: reading takes no longer, nor does the pass that measures the
+            # loss after the split.
+            capture = max(plan.capture_seconds / plan.batches, trained)
+            taken = capture + plan.solve_seconds / plan.batches + trained
+            affordable = int(share * batches_of_epoch * trained / taken)
+            if affordable >= count:
+                return count
+            count = max(1, affordable, count // 4)
+        return count
 
     @property
     def _device(self) -> torch.device:
@@ -99,14 +110,19 @@ class SplitData:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Batches on a device, to which every pass moves them anew."""
+    """Batches of a sample on a device, to which every pass moves them anew."""
 
-    batches: Iterable[Any]
+    batches: Sample
     device: torch.device
     channels_last: bool
+    same_every_pass: ClassVar[bool] = True
 
     def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
         return (moved(batch, self.device, self.channels_last) for batch in self.batches)
+
+    def first(self) -> Any:
+        """Return the first batch alone."""
+        return moved(self.batches.first(), self.device, self.channels_last)
