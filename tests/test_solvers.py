@@ -280,8 +280,8 @@ def test_the_global_random_state_is_untouched(solver: str) -> None:
 def test_max_iters_is_respected(solver: str, per_step: int, max_iters: int) -> None:
     spectrum = extremal_eigenpairs(prescribed(random_values(4)), solver, tol=1e-12, max_iters=max_iters)
     assert spectrum.iterations.tolist() == [max_iters] * 4
-    # Two more products measure the residuals.
-    assert spectrum.matvecs.tolist() == [per_step * max_iters + 2] * 4
+    # Descent measures its residuals by two more products; Lanczos knows them.
+    assert spectrum.matvecs.tolist() == [per_step * max_iters + 2 * (solver == "rayleigh")] * 4
 
 
 class CountingOperator(SplittingOperator):
@@ -412,3 +412,21 @@ def test_filters_that_stay_on_find_the_extreme_that_they_had_missed(
         low, high = found.lambda_min - true.lambda_min, true.lambda_max - found.lambda_max
         missed += int((torch.maximum(low, high) > 1e-2 * true.radius).sum())
     assert (missed == 0) == right
+
+
+@both_dtypes
+@pytest.mark.parametrize("tol", [1e-1, 1e-2, 1e-4])
+def test_residuals_of_lanczos_are_those_of_products(tol: float, dtype: torch.dtype) -> None:
+    """Nothing is measured; the Ritz vectors' products follow from those of the basis, up to rounding."""
+    X, C = RowsCase(20_000, 96, 40, dtype).tensors(seed=3)
+    operator = PointwiseOperator(X, C)
+    spectrum = extremal_eigenpairs(operator, tol=tol)
+    V = torch.stack([spectrum.v_min, spectrum.v_max])
+    SV = operator.matvec(V)
+    unit = 100 * torch.finfo(dtype).eps
+    values = torch.stack([spectrum.lambda_min, spectrum.lambda_max])
+    residuals = torch.stack([spectrum.residual_min, spectrum.residual_max])
+    assert float((((V * SV).sum(-1) - values).abs() / spectrum.radius).max()) < unit
+    true = (SV - values[..., None] * V).norm(dim=-1)
+    assert float(((true - residuals).abs() / spectrum.radius).max()) < unit
+    assert tol / 1e4 < float((residuals.amax(0) / spectrum.radius).max()) <= tol

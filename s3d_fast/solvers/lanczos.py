@@ -9,14 +9,17 @@ from torch import Tensor
 
 from s3d_fast import ops
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.spectrum import Found, Spectrum, counted, measure
+from s3d_fast.solvers.spectrum import Found, Spectrum, counted, spectrum, unit_vectors
 
-# Convergence is looked at every so many steps: finding the Ritz values costs about as much as a step.
-CHECK_EVERY = 4
+# Convergence is looked at every so many steps: finding the Ritz values costs about as much as a step of a small layer,
+# and a GPU has to be waited for.
+CHECK_EVERY = 2
 # A filter leaves the work for good only when its residual is this much below the tolerance. A Ritz value can rest on
 # the second eigenvalue for a while, with a small residual, before it finds the first; filters that merely count as
 # converged stay on while others need the layer's steps anyway, which uncovers nearly all such cases for nothing.
 LEAVE_BELOW = 1e-2
+# What rounding adds to a residual, in units of the arithmetic's and of the spectral radius.
+ROUNDING = 4
 
 
 def solve(
@@ -49,7 +52,7 @@ def solve(
         everything_is_full = all(layer.is_full for _, layer in at_work)
         if step % CHECK_EVERY == 0 or step == max_iters or everything_is_full:
             _check(groups, last=step == max_iters)
-    return measure(operators, [layer.found for layer in layers], tol, backend)
+    return [layer.spectrum(tol) for layer in layers]
 
 
 def _check(groups: Sequence[_Lockstep], last: bool) -> None:
@@ -85,6 +88,7 @@ class _Layer:
         self.q = start.clone(memory_format=torch.contiguous_format)  # (M, D)
         counts = torch.zeros(2, filters, dtype=torch.int64, device=operator.device)
         self.found = Found(torch.empty_like(self.q), torch.empty_like(self.q), *counts)
+        self.values, self.residuals = start.new_zeros(2, 2, filters)  # each (2, M)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -94,14 +98,27 @@ class _Layer:
         """Whether the spaces have as many dimensions as there are: no step can add anything."""
         return self.steps == self.basis.shape[2]
 
-    def release(self, leaving: Sequence[int], ritz: Tensor, iterations: Tensor) -> None:
-        """Store the Ritz vectors, given in the basis, and the iterations of the filters that leave."""
+    def release(self, leaving: Sequence[int], ritz: Tensor, values: Tensor, errors: Tensor, iterations: Tensor) -> None:
+        """Store the Ritz vectors, given in the basis, values, errors and iterations of the filters that leave."""
         index = _indices(leaving, self.rows.device)
         vectors = ritz[index, :, : self.steps].to(self.basis.dtype) @ self.basis[index, : self.steps]
         rows, iterations = self.rows[index], iterations[index]
         self.found.v_min[rows], self.found.v_max[rows] = vectors[:, 0], vectors[:, 1]
         self.found.iterations[rows] = torch.where(iterations == 0, self.steps, iterations).clamp(max=self.steps)
         self.found.matvecs[rows] = self.steps
+        self.values[:, rows], self.residuals[:, rows] = (of[index].mT.to(self.values.dtype) for of in (values, errors))
+
+    def spectrum(self, tol: float) -> Spectrum:
+        """Return what was found.
+
+        The Ritz vector v = Q s is a combination of vectors whose products are known, S Q = Q T + beta q e^T, so that
+        its own product needs no computing: |S v - theta v| = beta |s_k|, to which rounding adds.
+        """
+        rounding = ROUNDING * torch.finfo(self.values.dtype).eps * self.values.abs().amax(0)
+        residuals = self.residuals + rounding
+        return spectrum(
+            unit_vectors(self.found), self.values, residuals, self.found.iterations, self.found.matvecs, tol
+        )
 
     def keep(self, staying: Sequence[int]) -> None:
         """Drop all other filters from the work."""
@@ -125,7 +142,12 @@ class _Lockstep:
         self.length = torch.zeros(filters, dtype=torch.int64, device=q.device)
         self.scale = q.new_zeros(filters)
         self.iterations = torch.zeros_like(self.length)
-        self.ritz = q.new_empty(filters, 2, 0)  # (filters, 2, steps), in the basis, since the last check
+        # Since the last check: in the basis (filters, 2, steps), and (filters, 2).
+        self.ritz, self.values, self.errors = (
+            q.new_empty(filters, 2, 0),
+            q.new_empty(filters, 2),
+            q.new_empty(filters, 2),
+        )
         self._place()
 
     def _place(self) -> None:
@@ -151,11 +173,12 @@ class _Lockstep:
         """Find the Ritz vectors; return which filters have converged, and which of them are well past it."""
         steps = max(layer.steps for layer in self.layers)
         alpha, beta = self.alpha[:, :steps], self.beta[:, :steps]
-        values, self.ritz = ops.tridiagonal_extremes(alpha, beta, self.length, backend=self.backend)
-        radius = values.abs().amax(-1)
+        self.values, self.ritz = ops.tridiagonal_extremes(alpha, beta, self.length, backend=self.backend)
+        radius = self.values.abs().amax(-1)
         # |S Q s - theta Q s| = beta_k |s_k|; an exhausted space has no coupling left.
         coupling = beta[:, -1].double()
-        error = coupling * self.ritz[:, :, -1].abs().amax(-1)
+        self.errors = coupling[:, None] * self.ritz[:, :, -1].abs()
+        error = self.errors.amax(-1)
         exhausted = coupling == 0
         converged = exhausted | (error <= self.tol * radius)
         leaving = exhausted | (error <= LEAVE_BELOW * self.tol * radius)
@@ -169,7 +192,7 @@ class _Lockstep:
         remaining: list[_Layer] = []
         staying: list[int] = []
         for layer, own in self.own.items():
-            results = (self.ritz[own], self.iterations[own])
+            results = (self.ritz[own], self.values[own], self.errors[own], self.iterations[own])
             if last or all(converged[own]):
                 layer.release(range(len(layer)), *results)
                 # The basis is large, and not needed any more.

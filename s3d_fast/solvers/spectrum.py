@@ -18,8 +18,8 @@ class Spectrum:
     """The extreme eigenpairs of the splitting matrix of each of M filters.
 
     The eigenvalues are the Rayleigh quotients of the vectors, so v^T S v = lambda holds whether or not a filter has
-    converged. The residuals are measured with a product of their own, not taken from a recurrence: the interval
-    lambda +- residual is certain to hold an eigenvalue of S.
+    converged. The residuals are those of products with the vectors, or with vectors that they are combinations of, and
+    what rounding may add: the interval lambda +- residual holds an eigenvalue of S.
     """
 
     lambda_min: Tensor  # (M,)
@@ -30,7 +30,7 @@ class Spectrum:
     residual_max: Tensor  # (M,), |S v_max - lambda_max v_max|
     converged: Tensor  # (M,), bool: both residuals are at most tol times the spectral radius
     iterations: Tensor  # (M,), int64: solver steps until the filter had converged, or until the solver stopped
-    matvecs: Tensor  # (M,), int64: products S v spent on the filter, the final residuals included
+    matvecs: Tensor  # (M,), int64: products S v spent on the filter
 
     @property
     def radius(self) -> Tensor:
@@ -69,20 +69,37 @@ def counted(max_iters: int, progress: bool) -> Iterator[int]:
 
 
 def measure(operators: Sequence[SplittingOperator], found: Sequence[Found], tol: float, backend: str) -> list[Spectrum]:
-    """Return the spectra that the vectors found stand for, with eigenvalues and residuals measured afresh."""
-    vectors = []
-    for ends in found:
-        V = torch.nn.functional.normalize(torch.stack([ends.v_min, ends.v_max]), dim=-1)
-        # A fixed sign makes results comparable between solvers and runs: the largest entry is positive.
-        largest = V.gather(-1, V.abs().argmax(-1, keepdim=True))
-        vectors.append(torch.where(largest < 0, -V, V))
+    """Return the spectra that the vectors found stand for, by two more products with each operator."""
+    vectors = [unit_vectors(ends) for ends in found]
     products = matvec_all(operators, vectors, backend)
-    return [_spectrum(*measured, tol) for measured in zip(vectors, products, found, strict=True)]
+    return [
+        measured(V, SV, ends.iterations, ends.matvecs + 2, tol)
+        for V, SV, ends in zip(vectors, products, found, strict=True)
+    ]
 
 
-def _spectrum(V: Tensor, SV: Tensor, found: Found, tol: float) -> Spectrum:
+def measured(V: Tensor, SV: Tensor, iterations: Tensor, matvecs: Tensor, tol: float) -> Spectrum:
+    """Return the spectrum that vectors (2, M, D) and their products stand for."""
     values = (V * SV).sum(-1)
-    residuals = safe_norm(SV - values.unsqueeze(-1) * V)
+    return spectrum(V, values, safe_norm(SV - values.unsqueeze(-1) * V), iterations, matvecs, tol)
+
+
+def unit_vectors(found: Found) -> Tensor:  # (2, M, D)
+    """Return the vectors found, with unit length and comparable signs: the largest entry is positive."""
+    V = torch.nn.functional.normalize(torch.stack([found.v_min, found.v_max]), dim=-1)
+    largest = V.gather(-1, V.abs().argmax(-1, keepdim=True))
+    return torch.where(largest < 0, -V, V)
+
+
+def spectrum(
+    V: Tensor,  # (2, M, D)
+    values: Tensor,  # (2, M)
+    residuals: Tensor,  # (2, M)
+    iterations: Tensor,
+    matvecs: Tensor,
+    tol: float,
+) -> Spectrum:
+    """Return the spectrum of pairs that are known."""
     # Rounding can put the ends of a spectrum of width zero in the wrong order.
     order = values.argsort(0)
     values, residuals = values.gather(0, order), residuals.gather(0, order)
@@ -96,6 +113,6 @@ def _spectrum(V: Tensor, SV: Tensor, found: Found, tol: float) -> Spectrum:
         residual_min=residuals[0],
         residual_max=residuals[1],
         converged=residuals.amax(0) <= tol * radius,
-        iterations=found.iterations,
-        matvecs=found.matvecs + 2,
+        iterations=iterations,
+        matvecs=matvecs,
     )
