@@ -28,6 +28,7 @@ from s3d_fast.kernels.compiled import TARGETS, Target
 from s3d_fast.kernels.grouped import Layer
 from s3d_fast.kernels.products import product_form
 from s3d_fast.models.mobilenet import FULL_WIDTHS
+from s3d_fast.solvers.lanczos import CHECK_EVERY
 from s3d_fast.tables import text_table
 from tests.cases import LARGE_EDGES, NETWORKS, EdgeCase, RowsCase, mobilenet_layers
 
@@ -59,7 +60,7 @@ GPUS = {
 # ahead of the device.
 GAP, HOST_LAUNCH = 2e-6, 5e-6
 # Lanczos products of a layer: see test_lanczos in benchmarks/test_solvers.py.
-STEPS, CHECK_EVERY = 44, 4
+STEPS = 44
 
 
 @dataclass
