@@ -32,7 +32,7 @@ NOTES = """
   out what they leave as rows, in newly allocated memory. At 224 x 224 it is the products S v, which run near the peak
   of the multipliers, while the forward and backward pass are bound by memory; a pass of all images at once is slower
   than one of few at a time because the operating system has to provide, and fill with zeros, more memory. How much
-  slower varies from run to run: four runs gave ratios of 0.33, 0.34, 0.44 and 0.58.
+  slower varies from run to run, and this ratio with it, more than any other in this page.
 - **a tenth of the memory**: reading ahead takes a core's time from the products. The scratch file was written shortly
   before: most of it is read from the kernel's cache, unless it is told to forget it (file not cached).
 - **surgery**: allocating the new weights, which the operating system fills with zeros first (clone does the same);

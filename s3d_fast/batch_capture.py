@@ -71,7 +71,7 @@ class _Taps(fx.Interpreter):
         # Where more than a BatchNorm follows, the layer's own output is needed.
         needed = {unit.producer_node for unit in units if not self.direct[unit.name]}
         self.folds = {conv: norm for conv, norm in foldable(module).items() if conv not in needed}
-        self.folded = {norm: conv for conv, norm in self.folds.items()}
+        self.folded = set(self.folds.values())
         self.clear()
 
     def clear(self) -> None:

@@ -256,9 +256,10 @@ def _growth(job: Job) -> Grower:
     model = make_network(recipe, job.dataset.classes, job.seed, job.torch_device)
     if job.start is not None:
         load_grown(model, job.start)
-    if job.recipe.memory_budget is not None and job.method != "net2net":
+    split_data = job.split_data(model)
+    if split_data.recipe.memory_budget is not None:
         # Too small a budget should come up now, and not after a phase of training.
-        job.split_data(model).plan(1)
+        split_data.plan(1)
     graph = trace(model, torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
     units = [name for name in graph.units if recipe.may_split(name)]
     signed = {"m": recipe.m, "c": recipe.c} if job.method == "s3d" else {"m": 2, "c": 1.0}
