@@ -1,9 +1,6 @@
-"""Batches as whoever iterates them sees them: how many, whether the same at every pass, and the first."""
+"""Batches as whoever iterates them sees them: how many, and whether the same at every pass."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 
 def length_of(batches: object) -> int | None:
@@ -20,8 +17,3 @@ def are_the_same(batches: object) -> bool:
     A loader that shuffles does not, and nothing else can be seen from outside.
     """
     return isinstance(batches, (list, tuple)) or getattr(batches, "same_every_pass", False) is True
-
-
-def first_of(batches: Iterable[Any]) -> Any:
-    """Return the first batch: by `first()` where there is one, which makes no other."""
-    return batches.first() if hasattr(batches, "first") else next(iter(batches))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from tqdm import tqdm
 
 from s3d_fast import checks, memory
 from s3d_fast.batch_capture import BatchCapture
-from s3d_fast.batches import first_of, length_of
-from s3d_fast.capture_plan import CapturePlan, UnitNeed, decide, scratch_folder
+from s3d_fast.batches import length_of
+from s3d_fast.capture_plan import CapturePlan, UnitNeed, decide, fits_as_it_comes, half_error, scratch_folder
 from s3d_fast.graph import Graph, Unit
 from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator, add_dense
 from s3d_fast.streaming import DiskStream, Part, RecomputedStream, Stream, StreamedOperator, shell
@@ -102,22 +103,32 @@ def capture(
     if dtype is not None:
         checks.is_choice("dtype", dtype, DTYPES)
     capturer = BatchCapture(model, loss_fn, graph, sharpness)
-    plan = None
+    keeper, budget = _Keeper(), None
     if memory_budget is not None:
         budget = memory.as_bytes("memory_budget", memory_budget)
         if dtype is not None:
             raise ValueError("dtype and memory_budget cannot be given together: the budget decides on the dtype")
-        plan = _plan(capturer, batches, chosen, budget, scratch)
-    keeper = _Keeper(capturer, batches, plan, scratch)
-    losses = []
+        count = _count(batches)
+    losses: list[float] = []
     with undisturbed(model):
         for index, batch in enumerate(tqdm(batches, desc="capture", unit="batch", disable=not progress)):
+            if budget is not None and index == 0:
+                first = _measured(capturer, batch, chosen, count, budget)
+                plan = decide(first.needs, count, budget, first.seconds, scratch)
+                keeper = _Keeper(plan, scratch, _recapture(capturer, batches))
+                if first.operators:
+                    losses.append(first.loss)
+                    while first.operators:
+                        keeper.keep(*first.operators.popitem())
+                    continue
             losses.append(capturer(batch, index, chosen, keeper.keep, dtype))
     if not losses:
         raise ValueError("batches must hold at least one batch, got none")
+    if keeper.plan is not None and len(losses) != keeper.plan.batches:
+        raise ValueError(f"batches have a length of {keeper.plan.batches}, and there were {len(losses)}")
     captured = Captured({unit.name: keeper.operator(unit.name, len(losses)) for unit in chosen})
     captured.loss = sum(losses) / len(losses)
-    captured.plan, captured.stream = plan, keeper.stream
+    captured.plan, captured.stream = keeper.plan, keeper.stream
     return captured
 
 
@@ -149,8 +160,8 @@ def plan_capture(
     budget = None if memory_budget is None else memory.as_bytes("memory_budget", memory_budget)
     pair = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     capturer = BatchCapture(graph.module, lambda output, target: output.float().square().mean(), graph, None)
-    needs, seconds = _needs(capturer, pair, _choose(graph, units), n_batches)
-    return decide(needs, n_batches, budget, seconds, scratch)
+    first = _measured(capturer, pair, _choose(graph, units), n_batches, budget)
+    return decide(first.needs, n_batches, budget, first.seconds, scratch)
 
 
 class _Keeper:
@@ -158,10 +169,9 @@ class _Keeper:
 
     def __init__(
         self,
-        capturer: BatchCapture,
-        batches: Iterable[Any],
-        plan: CapturePlan | None,
-        scratch: str | os.PathLike[str] | bool,
+        plan: CapturePlan | None = None,
+        scratch: str | os.PathLike[str] | bool = False,
+        recapture: Callable[[Collection[str]], Iterator[Part]] | None = None,
     ) -> None:
         self.plan = plan
         self.terms: dict[str, list[SplittingOperator]] = {}
@@ -171,8 +181,8 @@ class _Keeper:
         places = set() if plan is None else set(plan.places.values())
         if plan is not None and "disk" in places:
             self.stream = DiskStream(scratch_folder(scratch), plan.part_bytes)
-        elif plan is not None and "recompute" in places:
-            self.stream = RecomputedStream(_recapture(capturer, batches), plan.batches)
+        elif plan is not None and recapture is not None and "recompute" in places:
+            self.stream = RecomputedStream(recapture, plan.batches)
 
     def keep(self, name: str, operator: SplittingOperator) -> None:
         """Take an operator of one batch."""
@@ -226,27 +236,29 @@ def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Coll
     return recapture
 
 
-def _plan(
-    capturer: BatchCapture,
-    batches: Iterable[Any],
-    units: Sequence[Unit],
-    budget: int,
-    scratch: str | os.PathLike[str] | bool,
-) -> CapturePlan:
+def _count(batches: Iterable[Any]) -> int:
     count = length_of(batches)
     if count is None or isinstance(batches, Iterator):
         raise ValueError("batches must have a length and be iterable again where memory_budget is given, as a list is")
-    if not count:
-        raise ValueError("batches must hold at least one batch, got none")
-    with undisturbed(capturer.model):
-        first = first_of(batches)
-    needs, seconds = _needs(capturer, first, units, count)
-    return decide(needs, count, budget, seconds, scratch)
+    return count
 
 
-def _needs(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches: int) -> tuple[list[UnitNeed], float]:
-    """Return what the units need for a batch like this one, and how long its capture takes."""
+@dataclass
+class _Measured:
+    """A batch that was captured in order to plan: what units need for it, how long it took, its loss.
+
+    Its operators are there if those of all batches like it fit into the budget as they come.
+    """
+
+    needs: list[UnitNeed]
+    seconds: float
+    loss: float
+    operators: dict[str, SplittingOperator]
+
+
+def _measured(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches: int, budget: int | None) -> _Measured:
     needs: list[UnitNeed] = []
+    operators: dict[str, SplittingOperator] = {}
     timed = 0.0
 
     def measure(name: str, operator: SplittingOperator) -> None:
@@ -254,12 +266,18 @@ def _needs(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches: i
         began = time.perf_counter()
         with torch.no_grad():
             needs.append(UnitNeed.of(name, operator, batches))
+            operators[name] = operator
+            if not fits_as_it_comes(needs, batches, budget):
+                # Of the units before this one too, once.
+                for index, need in enumerate(needs):
+                    if need.name in operators:
+                        needs[index] = replace(need, half_error=half_error(operators.pop(need.name)))
         timed += time.perf_counter() - began
 
     began = time.perf_counter()
     with undisturbed(capturer.model):
-        capturer(batch, 0, units, measure)
-    return needs[::-1], time.perf_counter() - began - timed
+        loss = capturer(batch, 0, units, measure)
+    return _Measured(needs[::-1], time.perf_counter() - began - timed, loss, operators)
 
 
 def _choose(graph: Graph, units: Sequence[str] | None) -> list[Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -42,28 +43,25 @@ class UnitNeed:
     evaluations: int  # of every filter: samples times positions
     nbytes: int
     float_bytes: int  # of those, what bfloat16 would halve
-    half_error: float  # of a product with rows and coefficients in bfloat16, relative, of the worst filter
+    half_error: float | None  # of a product in bfloat16, see `half_error`; None: not measured
     wants_dense: bool
     forming: float  # products that take as long as forming the matrices
     seconds: float  # of a product
 
     @classmethod
     def of(cls, name: str, operator: SplittingOperator, batches: int) -> UnitNeed:
-        """Return the need of an operator, one of as many as there are batches; takes four products."""
+        """Return the need of an operator, one of as many as there are batches; takes a product or two."""
         tensors = [value for value in vars(operator).values() if isinstance(value, torch.Tensor)]
         floats = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.float32)
         dense = operator.rows is not None and prefers_exact(operator, TOL, rows=operator.rows * batches)
-        V = torch.randn(operator.shape, dtype=operator.dtype, generator=torch.Generator().manual_seed(0))
-        V = V.to(operator.device)
-        operator.matvec(V)
+        V = _test_vectors(operator)
+        if operator.device.type != "cpu":
+            # Kernels of a GPU are compiled, and their options tried, at the first product.
+            operator.matvec(V)
         began = time.perf_counter()
-        product = operator.matvec(V)
-        size = product.norm(dim=-1).clamp(min=1e-30)
         # Read, so that a GPU is done.
-        float(size.min())
+        float(operator.matvec(V).sum())
         seconds = time.perf_counter() - began
-        error = (operator.stored_as(torch.bfloat16).matvec(V) - product).norm(dim=-1)
-        half = float((error / size).max())
         evaluations = operator.C.numel() // operator.shape[0]  # type: ignore[attr-defined]
         return cls(
             name=name,
@@ -73,7 +71,7 @@ class UnitNeed:
             evaluations=evaluations,
             nbytes=operator.nbytes,
             float_bytes=floats,
-            half_error=half,
+            half_error=None,
             wants_dense=dense,
             forming=forming_products(operator),
             seconds=seconds,
@@ -92,6 +90,19 @@ class UnitNeed:
     def stored_bytes(self, dtype: torch.dtype | None) -> int:
         """The bytes of a batch in a dtype; None is as they come."""
         return self.nbytes - (self.float_bytes // 2 if dtype is torch.bfloat16 else 0)
+
+
+def half_error(operator: SplittingOperator) -> float:
+    """Return how much a product changes with rows and coefficients in bfloat16, relative, of the worst filter."""
+    V = _test_vectors(operator)
+    product = operator.matvec(V)
+    change = (operator.stored_as(torch.bfloat16).matvec(V) - product).norm(dim=-1)
+    return float((change / product.norm(dim=-1).clamp(min=1e-30)).max())
+
+
+def _test_vectors(operator: SplittingOperator) -> torch.Tensor:
+    V = torch.randn(operator.shape, dtype=operator.dtype, generator=torch.Generator().manual_seed(0))
+    return V.to(operator.device)
 
 
 @dataclass(frozen=True)
@@ -202,15 +213,11 @@ def decide(
     """
     if budget is None:
         return CapturePlan(tuple(needs), {need.name: "memory" for need in needs}, None, batches, None, batch_seconds)
-    formed, left = set(), budget
-    for need in sorted(needs, key=lambda need: need.dense_bytes):
-        # Of what is left, so that the buffers of the others have room.
-        if need.wants_dense and need.dense_bytes < batches * need.nbytes and need.dense_bytes <= left // 2:
-            formed.add(need.name)
-            left -= need.dense_bytes
+    formed, left = _formed(needs, batches, budget)
     rest = [need for need in needs if need.name not in formed]
     places = {need.name: "dense" if need.name in formed else "memory" for need in needs}
-    half = torch.bfloat16 if all(need.half_error <= HALF_TOLERANCE for need in rest) else None
+    errors = [math.inf if need.half_error is None else need.half_error for need in rest]
+    half = torch.bfloat16 if all(error <= HALF_TOLERANCE for error in errors) else None
     for dtype in (None, half):
         if batches * sum(need.stored_bytes(dtype) for need in rest) <= left:
             return CapturePlan(tuple(needs), places, dtype, batches, budget, batch_seconds)
@@ -229,6 +236,25 @@ def decide(
         )
     places = {name: "recompute" if place == "memory" else place for name, place in places.items()}
     return CapturePlan(tuple(needs), places, None, batches, budget, batch_seconds)
+
+
+def fits_as_it_comes(needs: Sequence[UnitNeed], batches: int, budget: int | None) -> bool:
+    """Return whether all that is not formed can be kept in memory as it comes; once False, more needs do not help."""
+    if budget is None:
+        return True
+    formed, left = _formed(needs, batches, budget)
+    return batches * sum(need.nbytes for need in needs if need.name not in formed) <= left
+
+
+def _formed(needs: Sequence[UnitNeed], batches: int, budget: int) -> tuple[set[str], int]:
+    """Return the units whose matrices are formed, and what is left of the budget."""
+    formed, left = set(), budget
+    for need in sorted(needs, key=lambda need: need.dense_bytes):
+        # Of what is left, so that the buffers of the others have room.
+        if need.wants_dense and need.dense_bytes < batches * need.nbytes and need.dense_bytes <= left // 2:
+            formed.add(need.name)
+            left -= need.dense_bytes
+    return formed, left
 
 
 def free_bytes(scratch: str | os.PathLike[str] | bool) -> int:

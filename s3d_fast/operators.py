@@ -104,7 +104,7 @@ class PointwiseOperator(SplittingOperator):
         return ops.splitting_matvec(self.X, self.C, V, bias=self.bias, backend=backend, check_finite=False)
 
     def restrict(self, filters: Tensor) -> PointwiseOperator:
-        return PointwiseOperator(self.X, self.C[:, filters], bias=self.bias, check_finite=False)
+        return PointwiseOperator(self.X, self.C.index_select(1, filters), bias=self.bias, check_finite=False)
 
     def dense(self, backend: str = "auto") -> Tensor:
         return ops.splitting_matrices(self.X, self.C, bias=self.bias, backend=backend, check_finite=False)
@@ -135,7 +135,7 @@ class ConvOperator(SplittingOperator):
         return ops.conv_matvec(self.X, self.C, V, **self._geometry(), backend=backend, check_finite=False)
 
     def restrict(self, filters: Tensor) -> ConvOperator:
-        return ConvOperator(self.X, self.C[:, filters], **self._geometry(), check_finite=False)
+        return ConvOperator(self.X, self.C.index_select(1, filters), **self._geometry(), check_finite=False)
 
     def _geometry(self) -> dict:
         names = ("kernel_size", "stride", "padding", "dilation", "bias")
@@ -176,7 +176,11 @@ class EdgeConvOperator(SplittingOperator):
 
     def restrict(self, filters: Tensor) -> EdgeConvOperator:
         rest = EdgeConvOperator(
-            self.X, self.winner[..., filters], self.C[..., filters], bias=self.bias, check_finite=False
+            self.X,
+            self.winner.index_select(2, filters),
+            self.C.index_select(2, filters),
+            bias=self.bias,
+            check_finite=False,
         )
         if self._incoming is not None:
             rest._incoming = self._incoming.restrict(filters)

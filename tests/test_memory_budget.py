@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import s3d_fast as s3d
 from s3d_fast import memory
-from s3d_fast.capture_plan import UnitNeed, decide, free_bytes
+from s3d_fast.capture_plan import UnitNeed, decide, fits_as_it_comes, free_bytes, half_error
 from s3d_fast.models import DGCNN, MobileNetV1
 from s3d_fast.operators import DenseOperator, matvec_all
 from s3d_fast.streaming import DiskStream, RecomputedStream, StreamedOperator
@@ -154,6 +155,54 @@ def test_the_model_and_the_random_state_are_left_alone(case: Any) -> None:
     model.eval()
 
 
+@pytest.mark.parametrize(("form", "more"), [("memory", 0), ("disk", 1)])
+def test_a_pass_over_the_data_is_enough(case: Any, form: str, more: int) -> None:
+    """The first batch is also the one that is measured, and captured again only where its operators could not stay."""
+    model, batches, graph, whole = case
+    read: list[int] = []
+    calls: list[nn.Module] = []
+
+    class Counted(Sequence[Batch]):
+        def __len__(self) -> int:
+            return len(batches)
+
+        def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
+            batch = batches[index]
+            read.append(index)
+            return batch
+
+    *_, layer = (module for module in model.modules() if isinstance(module, nn.Linear))
+    handle = layer.register_forward_pre_hook(lambda module, _: calls.append(module))
+    try:
+        found = captured((model, Counted(), graph, whole), form)
+    finally:
+        handle.remove()
+    assert read == list(range(len(batches)))
+    assert len(calls) == len(batches) + more
+    assert found.loss == pytest.approx(whole.loss, rel=1e-12)
+
+
+def test_shuffled_data_counts_once(case: Any) -> None:
+    model, batches, graph, whole = case
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    loader = DataLoader(TensorDataset(x, y), batch_size=len(batches[0][1]), shuffle=True)
+    found = captured((model, loader, graph, whole), "memory")
+    assert found.plan is not None
+    assert set(found.plan.places.values()) <= {"memory", "dense"}
+    assert found.loss == pytest.approx(whole.loss, rel=1e-12)
+
+
+def test_a_length_that_is_wrong_is_noticed(case: Any) -> None:
+    model, batches, graph, whole = case
+
+    class Longer(list[Batch]):
+        def __len__(self) -> int:
+            return BATCHES + 1
+
+    with pytest.raises(ValueError, match=f"a length of {BATCHES + 1}, and there were {BATCHES}"):
+        captured((model, Longer(batches), graph, whole), "memory")
+
+
 def test_bad_budgets_are_refused(case: Any) -> None:
     model, batches, graph, _ = case
 
@@ -226,12 +275,22 @@ def test_what_fits_first_is_chosen() -> None:
         decide(needs, 10, 3999, 1.0, scratch=False)
 
 
+def test_what_no_longer_fits_never_will() -> None:
+    needs = [need("a", 1000), need("b", 100, width=5, dense=True), need("c", 3000)]
+    assert [fits_as_it_comes(needs[:count], 10, 30_500) for count in range(4)] == [True, True, True, False]
+    assert fits_as_it_comes(needs, 10, None)
+    # What does not fit as it comes is not taken for what fits in bfloat16, unless that was measured.
+    assert decide(needs, 10, 30_500, 1.0).dtype is torch.bfloat16
+    unknown = [replace(one, half_error=None) for one in needs]
+    assert decide(unknown, 10, 30_500, 1.0).dtype is None
+
+
 def test_filters_that_are_dead_do_not_forbid_bfloat16() -> None:
     X, C = torch.rand(500, 6) + 1, torch.rand(500, 4) + 1
-    alive = UnitNeed.of("a", s3d.PointwiseOperator(X, C), 1)
+    alive = half_error(s3d.PointwiseOperator(X, C))
     C[:, 1] = 0
-    assert 0 < alive.half_error < 0.01
-    assert UnitNeed.of("a", s3d.PointwiseOperator(X, C), 1).half_error == pytest.approx(alive.half_error, rel=1)
+    assert 0 < alive < 0.01
+    assert half_error(s3d.PointwiseOperator(X, C)) == pytest.approx(alive, rel=1)
 
 
 def test_small_matrices_are_formed() -> None:

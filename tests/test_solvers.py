@@ -414,6 +414,34 @@ def test_filters_that_stay_on_find_the_extreme_that_they_had_missed(
     assert (missed == 0) == right
 
 
+def test_with_long_steps_filters_leave_after_any_and_layers_stop_after_every_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    X = torch.randn(4096, 96, generator=generator, dtype=torch.float64) / torch.arange(1, 97)
+    # The more rows count for a filter, the longer it takes.
+    C = torch.randn(4096, 64, generator=generator, dtype=torch.float64)
+    C[torch.arange(4096)[:, None] > 4 * torch.arange(1, 65) ** 2] = 0
+    assert X.numel() >= lanczos.LONG_STEP
+    true = extremal_eigenpairs((X, C), solver="exact")
+
+    def products() -> Tensor:
+        found = extremal_eigenpairs((X, C), solver="lanczos", tol=1e-3)
+        assert bool(found.converged.all())
+        for ends in ("lambda_min", "lambda_max"):
+            assert float(((getattr(found, ends) - getattr(true, ends)).abs() / true.radius).max()) <= 1e-3
+        return found.matvecs
+
+    long = products()
+    assert int((long % 2 == 1).sum()) >= len(long) / 4
+    assert int(long.max()) % lanczos.CHECK_EVERY == 0
+    monkeypatch.setattr(lanczos, "LONG_STEP", X.numel() + 1)
+    short = products()
+    assert bool((short % lanczos.CHECK_EVERY == 0).all())
+    assert int(short.max()) == int(long.max())
+    assert int(long.sum()) < int(short.sum())
+
+
 @both_dtypes
 @pytest.mark.parametrize("tol", [1e-1, 1e-2, 1e-4])
 def test_residuals_of_lanczos_are_those_of_products(tol: float, dtype: torch.dtype) -> None:

@@ -10,12 +10,11 @@ import torch
 
 from s3d_fast import data
 from s3d_fast.capture_plan import CapturePlan, UnitNeed
-from s3d_fast.data.sources import Sample
 from s3d_fast.distributed import World
 from s3d_fast.recipes import recipe, split_data
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.recipes.running import make_network
-from s3d_fast.recipes.split_data import OnDevice, SplitData
+from s3d_fast.recipes.split_data import SplitData
 
 TINY = recipe("digits").with_settings({"widths": (3, 4, 5), "split_samples": 64, "split_batch": 16})
 TRAIN = data.digits().train.take(640)
@@ -125,21 +124,6 @@ def test_a_budget_goes_into_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = costing(0.5, 0.0, monkeypatch)
     tiny(split_time=0.5, memory_budget="3MB").count()
     assert asked == [(10, "3MB")]
-
-
-def test_the_first_batch_is_made_alone() -> None:
-    made: list[int] = []
-    indices = list(torch.arange(12).split(4))
-
-    def make(chosen: list[torch.Tensor]) -> Any:
-        made.extend(map(len, chosen))
-        return iter([(index, index) for index in chosen])
-
-    sample = Sample(indices, make)
-    assert torch.equal(sample.first()[0], indices[0])
-    assert made == [4]
-    first, _ = OnDevice(sample, torch.device("cpu"), False).first()
-    assert torch.equal(first, indices[0])
 
 
 def test_batches_are_made_anew_and_are_the_same() -> None:

@@ -82,10 +82,6 @@ class Sample:
     def __iter__(self) -> Iterator[Batch]:
         return self.make(self.indices)
 
-    def first(self) -> Batch:
-        """Return the first batch; no other is read ahead."""
-        return next(self.make(self.indices[:1]))
-
 
 @dataclass(frozen=True)
 class Dataset:

@@ -122,7 +122,3 @@ class OnDevice:
 
     def __iter__(self) -> Iterator[Any]:
         return (moved(batch, self.device, self.channels_last) for batch in self.batches)
-
-    def first(self) -> Any:
-        """Return the first batch alone."""
-        return moved(self.batches.first(), self.device, self.channels_last)

@@ -14,6 +14,11 @@ from s3d_fast.solvers.spectrum import Found, Spectrum, counted, spectrum, unit_v
 # Convergence is looked at every so many steps: finding the Ritz values costs about as much as a step of a small layer,
 # and a GPU has to be waited for.
 CHECK_EVERY = 2
+# Of a filter, N D: the work of a step beside which that of finding Ritz values is nothing on a CPU. With such steps,
+# the filters that may leave are looked for at every one.
+LONG_STEP = 2**18
+# Filters leave together, when they are this share of their layer: copying the rest is then paid for by later steps.
+LEAVING_SHARE = 1 / 4
 # A filter leaves the work for good only when its residual is this much below the tolerance. A Ritz value can rest on
 # the second eigenvalue for a while, with a small residual, before it finds the first; filters that merely count as
 # converged stay on while others need the layer's steps anyway, which uncovers nearly all such cases for nothing.
@@ -41,6 +46,7 @@ def solve(
     for layer in layers:
         by_kind.setdefault((layer.q.dtype, layer.q.device), []).append(layer)
     groups = [_Lockstep(members, tol, backend) for members in by_kind.values()]
+    always_look = _are_long(operators)
     for step in counted(max_iters, progress):
         groups = [group for group in groups if group.layers]
         if not groups:
@@ -49,14 +55,30 @@ def solve(
         products = matvec_all([layer.operator for _, layer in at_work], [layer.q for _, layer in at_work], backend)
         for (group, layer), product in zip(at_work, products, strict=True):
             group.extend(layer, product)
-        everything_is_full = all(layer.is_full for _, layer in at_work)
-        if step % CHECK_EVERY == 0 or step == max_iters or everything_is_full:
-            _check(groups, last=step == max_iters)
+        last = step == max_iters
+        may_stop = last or step % CHECK_EVERY == 0 or all(layer.is_full for _, layer in at_work)
+        if may_stop or always_look:
+            _check(groups, may_stop, last)
     return [layer.spectrum(tol) for layer in layers]
 
 
-def _check(groups: Sequence[_Lockstep], last: bool) -> None:
-    """Let filters go that are well past convergence, and stop layers that have converged.
+def _are_long(operators: Sequence[SplittingOperator]) -> bool:
+    """Return whether the steps are so long that looking at all filters after each costs nothing.
+
+    Operators that do not know their rows have much work per filter: patches or edges.
+    """
+    if any(operator.device.type != "cpu" for operator in operators):
+        return False
+    filters = work = 0
+    for operator in operators:
+        if operator.rows is not None:
+            filters += operator.shape[0]
+            work += operator.shape[0] * operator.shape[1] * operator.rows
+    return work >= LONG_STEP * filters
+
+
+def _check(groups: Sequence[_Lockstep], may_stop: bool, last: bool) -> None:
+    """Let filters go that are well past convergence, and stop layers that have converged if they may.
 
     This is the only place where the host waits for the device: once, for all layers.
     """
@@ -65,7 +87,7 @@ def _check(groups: Sequence[_Lockstep], last: bool) -> None:
     first = 0
     for group, flag in zip(groups, flags, strict=True):
         own = slice(first, first + flag.shape[1])
-        group.settle(converged[own], leaving[own], last)
+        group.settle(converged[own], leaving[own], may_stop, last)
         first = own.stop
 
 
@@ -187,20 +209,19 @@ class _Lockstep:
         self.iterations = torch.where(converged, since, 0)
         return torch.stack([converged, leaving])
 
-    def settle(self, converged: Sequence[bool], leaving: Sequence[bool], last: bool) -> None:
+    def settle(self, converged: Sequence[bool], leaving: Sequence[bool], may_stop: bool, last: bool) -> None:
         """Act on what `progress` returned."""
         remaining: list[_Layer] = []
         staying: list[int] = []
         for layer, own in self.own.items():
             results = (self.ritz[own], self.values[own], self.errors[own], self.iterations[own])
-            if last or all(converged[own]):
+            if last or all(leaving[own]) or (may_stop and all(converged[own])):
                 layer.release(range(len(layer)), *results)
                 # The basis is large, and not needed any more.
                 layer.basis = layer.basis.new_empty(0, 0, layer.basis.shape[2])
                 continue
             rows = list(range(own.start, own.stop))
-            # Copying the rest is paid for by halving the work of every later step.
-            if 2 * sum(leaving[own]) >= len(layer):
+            if sum(leaving[own]) >= LEAVING_SHARE * len(layer):
                 layer.release([i - own.start for i in rows if leaving[i]], *results)
                 rows = [i for i in rows if not leaving[i]]
                 layer.keep([i - own.start for i in rows])
