@@ -177,6 +177,7 @@ class _Keeper:
         self.terms: dict[str, list[SplittingOperator]] = {}
         self.sums: dict[str, Tensor] = {}
         self.like: dict[str, SplittingOperator] = {}
+        self.means: dict[str, list[Tensor | None]] = {}
         self.stream: Stream | None = None
         places = set() if plan is None else set(plan.places.values())
         if plan is not None and "disk" in places:
@@ -201,6 +202,7 @@ class _Keeper:
             self.terms.setdefault(name, []).append(stored)
             return
         self.like.setdefault(name, shell(stored))
+        self.means.setdefault(name, []).append(operator.mean_row())
         if isinstance(self.stream, DiskStream):
             self.stream.append(name, stored)
 
@@ -213,8 +215,9 @@ class _Keeper:
             return terms[0] if batches == 1 else SumOperator(terms, [1 / batches] * batches)
         assert self.stream is not None
         self.stream.batches = batches
-        like = self.like[name]
-        return StreamedOperator(self.stream, name, like, None if like.rows is None else like.rows * batches)
+        like, means = self.like[name], [mean for mean in self.means[name] if mean is not None]
+        rows = None if like.rows is None else like.rows * batches
+        return StreamedOperator(self.stream, name, like, rows, torch.stack(means).mean(0) if means else None)
 
 
 def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[Part]]:

@@ -60,6 +60,13 @@ class SplittingOperator(ABC):
         columns = [self.matvec(block.contiguous(), backend) for block in basis.split(64)]
         return torch.cat(columns).permute(1, 2, 0).contiguous()
 
+    def mean_row(self) -> Tensor | None:
+        """Return the mean of all filters' rows, (D,), or what comes close to it at little cost; None if nothing does.
+
+        Rows that have much in common, as those behind a ReLU do, make it a good direction to begin with.
+        """
+        return None
+
     def stored_as(self, dtype: torch.dtype | None) -> SplittingOperator:
         """Return the operator with its rows and coefficients, where they are float32, in another dtype."""
         other = copy.copy(self)
@@ -104,7 +111,10 @@ class PointwiseOperator(SplittingOperator):
         return ops.splitting_matvec(self.X, self.C, V, bias=self.bias, backend=backend, check_finite=False)
 
     def restrict(self, filters: Tensor) -> PointwiseOperator:
-        return PointwiseOperator(self.X, self.C.index_select(1, filters), bias=self.bias, check_finite=False)
+        return PointwiseOperator(self.X, _chosen(self.C, 1, filters), bias=self.bias, check_finite=False)
+
+    def mean_row(self) -> Tensor:
+        return _with_bias(self.X.mean(0, dtype=self.dtype), self.bias)
 
     def dense(self, backend: str = "auto") -> Tensor:
         return ops.splitting_matrices(self.X, self.C, bias=self.bias, backend=backend, check_finite=False)
@@ -135,7 +145,12 @@ class ConvOperator(SplittingOperator):
         return ops.conv_matvec(self.X, self.C, V, **self._geometry(), backend=backend, check_finite=False)
 
     def restrict(self, filters: Tensor) -> ConvOperator:
-        return ConvOperator(self.X, self.C.index_select(1, filters), **self._geometry(), check_finite=False)
+        return ConvOperator(self.X, _chosen(self.C, 1, filters), **self._geometry(), check_finite=False)
+
+    def mean_row(self) -> Tensor:
+        """Return the mean of the patches, (D,), as if there were no borders."""
+        channels = self.X.mean((0, 2, 3), dtype=self.dtype)
+        return _with_bias(channels.repeat_interleave(self.kernel_size[0] * self.kernel_size[1]), self.bias)
 
     def _geometry(self) -> dict:
         names = ("kernel_size", "stride", "padding", "dilation", "bias")
@@ -177,14 +192,19 @@ class EdgeConvOperator(SplittingOperator):
     def restrict(self, filters: Tensor) -> EdgeConvOperator:
         rest = EdgeConvOperator(
             self.X,
-            self.winner.index_select(2, filters),
-            self.C.index_select(2, filters),
+            _chosen(self.winner, 2, filters),
+            _chosen(self.C, 2, filters),
             bias=self.bias,
             check_finite=False,
         )
         if self._incoming is not None:
             rest._incoming = self._incoming.restrict(filters)
         return rest
+
+    def mean_row(self) -> Tensor:
+        """Return the mean of the edges from points to themselves, (D,): those that win differ from filter to filter."""
+        points = self.X.mean((0, 1), dtype=self.dtype)
+        return _with_bias(torch.cat([torch.zeros_like(points), points]), self.bias)
 
     @property
     def nbytes(self) -> int:
@@ -247,11 +267,28 @@ class SumOperator(SplittingOperator):
     def restrict(self, filters: Tensor) -> SumOperator:
         return SumOperator([term.restrict(filters) for term in self.terms], self.weights)
 
+    def mean_row(self) -> Tensor | None:
+        """Return the mean of the terms' rows, (D,), weighted as the terms are."""
+        means = [term.mean_row() for term in self.terms]
+        known = [mean for mean in means if mean is not None]
+        if len(known) < len(means):
+            return None
+        return torch.stack(known).mul(known[0].new_tensor(self.weights)[:, None]).sum(0) / sum(self.weights)
+
     def dense(self, backend: str = "auto") -> Tensor:
         matrices = torch.zeros(*self.shape, self.shape[1], dtype=self.dtype, device=self.device)
         for term, weight in zip(self.terms, self.weights, strict=True):
             add_dense(matrices, term, weight, backend)
         return matrices
+
+
+def _chosen(tensor: Tensor, dim: int, filters: Tensor) -> Tensor:
+    """Return the entries of some filters, as indexing does, which takes longer."""
+    return tensor.index_select(dim, torch.where(filters < 0, filters + tensor.shape[dim], filters))
+
+
+def _with_bias(row: Tensor, bias: bool) -> Tensor:
+    return torch.cat([row, row.new_ones(1)]) if bias else row
 
 
 def add_dense(matrices: Tensor, operator: SplittingOperator, weight: float = 1.0, backend: str = "auto") -> None:

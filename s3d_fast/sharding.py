@@ -15,8 +15,10 @@ from s3d_fast.operators import Source, SplittingOperator, dense_all, matvec_all
 class ShardedOperator(SplittingOperator):
     """The splitting matrices of a unit's filters on the data of all processes, of which this one holds a part."""
 
-    def __init__(self, local: SplittingOperator, source: AllReduce, rows: int | None) -> None:
-        self.local, self.source, self.rows = local, source, rows
+    def __init__(
+        self, local: SplittingOperator, source: AllReduce, rows: int | None, mean: Tensor | None = None
+    ) -> None:
+        self.local, self.source, self.rows, self.mean = local, source, rows, mean
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
@@ -24,7 +26,10 @@ class ShardedOperator(SplittingOperator):
 
     def restrict(self, filters: Tensor) -> ShardedOperator:
         assert isinstance(self.source, AllReduce)
-        return ShardedOperator(self.local.restrict(filters), self.source, self.rows)
+        return ShardedOperator(self.local.restrict(filters), self.source, self.rows, self.mean)
+
+    def mean_row(self) -> Tensor | None:
+        return self.mean
 
     def dense(self, backend: str = "auto") -> Tensor:
         return next(dense_all([self], backend))
@@ -44,13 +49,13 @@ class AllReduce(Source):
     def matvec_all(
         self, operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str
     ) -> list[Tensor]:
-        return self._sum(matvec_all(_locals(operators), vectors, backend))
+        return self.sum(matvec_all(_locals(operators), vectors, backend))
 
     def dense_all(self, operators: Sequence[SplittingOperator], backend: str) -> list[Tensor]:
         # A layer at a time: all matrices together may be large.
-        return [self._sum([matrices.clone()])[0] for matrices in dense_all(_locals(operators), backend)]
+        return [self.sum([matrices.clone()])[0] for matrices in dense_all(_locals(operators), backend)]
 
-    def _sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the weighted sums over the processes; one all-reduce for all tensors of a dtype."""
         results: list[Tensor] = [torch.empty(0)] * len(parts)
         for dtype in dict.fromkeys(part.dtype for part in parts):
@@ -78,20 +83,24 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
         ValueError: the processes have captured different units, or units of different shapes.
     """
     shapes = [(name, operator.shape) for name, operator in captured.items()]
-    everyone: list[tuple[object, int, float, list[int | None]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
     rows = [operator.rows for operator in captured.values()]
-    dist.all_gather_object(everyone, (shapes, batches, captured.loss, rows), group)
+    means = {name: mean for name, operator in captured.items() if (mean := operator.mean_row()) is not None}
+    everyone: list[tuple[object, int, float, list[int | None], set[str]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
+    dist.all_gather_object(everyone, (shapes, batches, captured.loss, rows, set(means)), group)
     for rank, (theirs, *_) in enumerate(everyone):
         if theirs != shapes:
             raise ValueError(f"captured must hold the same units in every process, and that of rank {rank} differs")
-    total = sum(count for _, count, _, _ in everyone)
+    total = sum(count for _, count, *_ in everyone)
     source = AllReduce(batches / total, group)
+    # One process may have formed the matrices of a unit whose rows another has.
+    shared = [name for name in captured if all(name in theirs for *_, theirs in everyone)]
+    mean_of = dict(zip(shared, source.sum([means[name] for name in shared]), strict=True))
     result = Captured()
     for index, (name, operator) in enumerate(captured.items()):
-        counts = [theirs[index] for *_, theirs in everyone]
+        counts = [theirs[index] for *_, theirs, _ in everyone]
         all_rows = None if None in counts else sum(count for count in counts if count is not None)
-        result[name] = ShardedOperator(operator, source, all_rows)
-    result.loss = sum(count * loss for _, count, loss, _ in everyone) / total
+        result[name] = ShardedOperator(operator, source, all_rows, mean_of.get(name))
+    result.loss = sum(count * loss for _, count, loss, *_ in everyone) / total
     result.plan, result.stream = captured.plan, captured.stream
     return result
 

@@ -37,8 +37,10 @@ def shell(operator: SplittingOperator) -> SplittingOperator:
 class StreamedOperator(SplittingOperator):
     """The splitting matrices of a unit's filters on all batches of a stream."""
 
-    def __init__(self, stream: Stream, unit: str, like: SplittingOperator, rows: int | None) -> None:
-        self.source, self.unit, self.rows = stream, unit, rows
+    def __init__(
+        self, stream: Stream, unit: str, like: SplittingOperator, rows: int | None, mean: Tensor | None = None
+    ) -> None:
+        self.source, self.unit, self.rows, self.mean = stream, unit, rows, mean
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.filters: Tensor | None = None
 
@@ -50,6 +52,9 @@ class StreamedOperator(SplittingOperator):
         rest.filters = filters if self.filters is None else self.filters[filters]
         rest.shape = (len(filters), self.shape[1])
         return rest
+
+    def mean_row(self) -> Tensor | None:
+        return self.mean
 
     def dense(self, backend: str = "auto") -> Tensor:
         assert self.source is not None

@@ -58,6 +58,10 @@ def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Ten
     operators = world.shared(s3d.capture(model, F.cross_entropy, mine, graph, memory_budget=budget or None), len(mine))
     assert (operators.stream is None) == (budget == 0)
     tensors = {"loss": torch.tensor(operators.loss, dtype=torch.float64)}
+    for unit, operator in operators.items():
+        mean = operator.mean_row()
+        # What was formed has no rows.
+        tensors[f"mean/{unit}"] = torch.zeros(0) if mean is None else mean
     for solver in ("lanczos", "auto"):
         spectra = s3d.extremal_eigenpairs(operators, solver=solver, tol=1e-6)
         for unit, spectrum in spectra.items():

@@ -14,7 +14,7 @@ from s3d_fast import (
     SplittingOperator,
     SumOperator,
 )
-from s3d_fast.operators import matvec_all
+from s3d_fast.operators import DenseOperator, matvec_all
 from tests.cases import (
     CONVS,
     EDGES,
@@ -134,6 +134,48 @@ def test_dense_is_whole_for_more_columns_than_one_block() -> None:
     rows, C = rows_of(case)
     assert rows.shape[2] > 64
     assert relative_error(operator_of(case).dense(), torch.einsum("nm,nmd,nme->mde", C, rows, rows)) < 1e-12
+
+
+@every_case
+def test_the_mean_row_is_that_of_rows(case: Case) -> None:
+    operator = operator_of(case)
+    mean = operator.mean_row()
+    assert mean is not None
+    assert (mean.shape, mean.dtype) == (operator.shape[1:], operator.dtype)
+    if isinstance(case, RowsCase):
+        assert relative_error(mean, rows_of(case)[0].mean((0, 1))) < TOLERANCE[case.dtype]
+
+
+def test_the_mean_row_of_patches_is_as_if_there_were_no_borders() -> None:
+    case = ConvCase(2, 3, 40, 40, 4, k=(3, 5), bias=True)
+    rows, _ = rows_of(case)
+    mean = operator_of(case).mean_row()
+    assert mean is not None
+    # Rows and columns at the borders are in fewer patches.
+    assert relative_error(mean, rows.mean((0, 1))) < 0.03
+    X, C = torch.full((1, 2, 6, 6), 3.0), torch.ones(1, 4, 4, 4)
+    mean = ConvOperator(X, C, kernel_size=(3, 3), bias=True).mean_row()
+    assert mean is not None
+    assert mean.tolist() == [3.0] * 18 + [1.0]
+
+
+def test_the_mean_row_of_edges_is_that_of_points_that_won_themselves() -> None:
+    X, C = torch.rand(2, 7, 3), torch.ones(2, 7, 4)
+    itself = torch.arange(7)[None, :, None].expand(2, 7, 4)
+    mean = EdgeConvOperator(X, itself.contiguous(), C, bias=True).mean_row()
+    assert mean is not None
+    torch.testing.assert_close(mean, torch.cat([torch.zeros(3), X.mean((0, 1)), torch.ones(1)]))
+
+
+def test_the_mean_row_of_a_sum_is_weighted() -> None:
+    terms = [operator_of(ROWS[2], seed) for seed in (0, 1)]
+    first, second = (term.mean_row() for term in terms)
+    mean = SumOperator(terms, [1.0, 3.0]).mean_row()
+    assert first is not None
+    assert second is not None
+    assert mean is not None
+    torch.testing.assert_close(mean, 0.25 * first + 0.75 * second)
+    assert SumOperator([terms[0], DenseOperator(terms[1].dense())]).mean_row() is None
 
 
 @one_of_each

@@ -84,8 +84,8 @@ def extremal_eigenpairs(
             converged by then are marked in `Spectrum.converged`.
         backend: "auto", "reference", "cpu" or "triton".
         step: of "rayleigh", in units of 1 / (spectral radius).
-        generator: the source of the random start vectors. Without one every call starts from the same vectors, and
-            the global random state is neither used nor changed.
+        generator: the source of what is random in start vectors. Without one every call starts from the same vectors,
+            and the global random state is neither used nor changed.
         progress: count the steps while they are taken.
 
     Raises:

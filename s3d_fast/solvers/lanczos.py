@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from s3d_fast import ops
 from s3d_fast.operators import SplittingOperator, matvec_all
@@ -23,13 +24,15 @@ LEAVING_SHARE = 1 / 4
 # the second eigenvalue for a while, with a small residual, before it finds the first; filters that merely count as
 # converged stay on while others need the layer's steps anyway, which uncovers nearly all such cases for nothing.
 LEAVE_BELOW = 1e-2
+# How much larger than the random part of a start vector that part is which leads towards the mean of the rows.
+TOWARDS_MEAN = 2.0
 # What rounding adds to a residual, in units of the arithmetic's and of the spectral radius.
 ROUNDING = 4
 
 
 def solve(
     operators: Sequence[SplittingOperator],
-    starts: Sequence[Tensor],  # each (M, D), unit vectors
+    starts: Sequence[Tensor],  # each (M, D), random unit vectors
     tol: float,
     max_iters: int,
     backend: str,
@@ -41,7 +44,9 @@ def solve(
     space is exhausted (S = 0, low rank, few distinct eigenvalues, D steps): the space then holds the extreme
     eigenvectors exactly. Memory: one vector of M D entries per step and layer.
     """
-    layers = [_Layer(operator, start) for operator, start in zip(operators, starts, strict=True)]
+    layers = [
+        _Layer(operator, _towards_mean(operator, start)) for operator, start in zip(operators, starts, strict=True)
+    ]
     by_kind: dict[tuple[torch.dtype, torch.device], list[_Layer]] = {}
     for layer in layers:
         by_kind.setdefault((layer.q.dtype, layer.q.device), []).append(layer)
@@ -60,6 +65,15 @@ def solve(
         if may_stop or always_look:
             _check(groups, may_stop, last)
     return [layer.spectrum(tol) for layer in layers]
+
+
+def _towards_mean(operator: SplittingOperator, start: Tensor) -> Tensor:
+    """Return start vectors that are nearer to the extreme eigenvectors, where rows have something in common.
+
+    What they keep of being random sees to it that no eigenvector is missed.
+    """
+    mean = operator.mean_row()
+    return start if mean is None else normalize(start + TOWARDS_MEAN * normalize(mean, dim=0), dim=-1)
 
 
 def _are_long(operators: Sequence[SplittingOperator]) -> bool:
