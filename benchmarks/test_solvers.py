@@ -13,6 +13,8 @@ from s3d_fast.solvers import Spectrum, extremal_eigenpairs
 
 STEPS = (0.6, 0.8, 0.9, 1.0, 1.1)
 ERROR = 1e-3
+# Of the residual: at 1e-2 one filter in a thousand is not within the error yet.
+TOLERANCE = 3e-3
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +31,15 @@ def truth(layer: PointwiseOperator) -> Spectrum:
 
 def test_lanczos(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: Spectrum) -> None:
     benchmark.group = "solvers"
-    found = extremal_eigenpairs(layer, tol=1e-2, backend=BACKEND)
+    found = extremal_eigenpairs(layer, tol=TOLERANCE, backend=BACKEND)
     worst = float(error(found, truth).max())
     print(f"\nlanczos: error {worst:.1e} of the spectral radius after {int(found.matvecs.max())} products")
     assert worst <= ERROR
     assert int(found.matvecs.max()) <= 50
     compare(
         benchmark,
-        lambda: extremal_eigenpairs(layer, tol=1e-2, backend=BACKEND),
-        {"reference": lambda: extremal_eigenpairs(layer, tol=1e-2, backend="reference")},
+        lambda: extremal_eigenpairs(layer, tol=TOLERANCE, backend=BACKEND),
+        {"reference": lambda: extremal_eigenpairs(layer, tol=TOLERANCE, backend="reference")},
         rounds=5,
     )
 

@@ -177,7 +177,7 @@ class _Keeper:
         self.terms: dict[str, list[SplittingOperator]] = {}
         self.sums: dict[str, Tensor] = {}
         self.like: dict[str, SplittingOperator] = {}
-        self.means: dict[str, list[Tensor | None]] = {}
+        self.common: dict[str, Tensor] = {}
         self.stream: Stream | None = None
         places = set() if plan is None else set(plan.places.values())
         if plan is not None and "disk" in places:
@@ -202,7 +202,10 @@ class _Keeper:
             self.terms.setdefault(name, []).append(stored)
             return
         self.like.setdefault(name, shell(stored))
-        self.means.setdefault(name, []).append(operator.mean_row())
+        common = operator.common_part()
+        if common is not None:
+            # Added up in place: many small tensors between large ones would leave holes that nothing fits into.
+            self.common.setdefault(name, torch.zeros_like(common)).add_(common)
         if isinstance(self.stream, DiskStream):
             self.stream.append(name, stored)
 
@@ -215,9 +218,9 @@ class _Keeper:
             return terms[0] if batches == 1 else SumOperator(terms, [1 / batches] * batches)
         assert self.stream is not None
         self.stream.batches = batches
-        like, means = self.like[name], [mean for mean in self.means[name] if mean is not None]
+        like, common = self.like[name], self.common.get(name)
         rows = None if like.rows is None else like.rows * batches
-        return StreamedOperator(self.stream, name, like, rows, torch.stack(means).mean(0) if means else None)
+        return StreamedOperator(self.stream, name, like, rows, None if common is None else common / batches)
 
 
 def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[Part]]:

@@ -60,10 +60,11 @@ class SplittingOperator(ABC):
         columns = [self.matvec(block.contiguous(), backend) for block in basis.split(64)]
         return torch.cat(columns).permute(1, 2, 0).contiguous()
 
-    def mean_row(self) -> Tensor | None:
-        """Return the mean of all filters' rows, (D,), or what comes close to it at little cost; None if nothing does.
+    def common_part(self) -> Tensor | None:
+        """Return what the rows have in common, (D,): their mean, in units of the root mean square of their lengths.
 
-        Rows that have much in common, as those behind a ReLU do, make it a good direction to begin with.
+        It has a length of 1 if all rows are the same, and of nearly 0 if they have nothing in common. What comes close
+        to it at little cost will do; None is for operators that have nothing to offer.
         """
         return None
 
@@ -113,8 +114,8 @@ class PointwiseOperator(SplittingOperator):
     def restrict(self, filters: Tensor) -> PointwiseOperator:
         return PointwiseOperator(self.X, _chosen(self.C, 1, filters), bias=self.bias, check_finite=False)
 
-    def mean_row(self) -> Tensor:
-        return _with_bias(self.X.mean(0, dtype=self.dtype), self.bias)
+    def common_part(self) -> Tensor:
+        return _common_part(self.X, self.bias)
 
     def dense(self, backend: str = "auto") -> Tensor:
         return ops.splitting_matrices(self.X, self.C, bias=self.bias, backend=backend, check_finite=False)
@@ -147,10 +148,9 @@ class ConvOperator(SplittingOperator):
     def restrict(self, filters: Tensor) -> ConvOperator:
         return ConvOperator(self.X, _chosen(self.C, 1, filters), **self._geometry(), check_finite=False)
 
-    def mean_row(self) -> Tensor:
-        """Return the mean of the patches, (D,), as if there were no borders."""
-        channels = self.X.mean((0, 2, 3), dtype=self.dtype)
-        return _with_bias(channels.repeat_interleave(self.kernel_size[0] * self.kernel_size[1]), self.bias)
+    def common_part(self) -> Tensor:
+        """Return what the patches have in common, (D,), as if there were no borders."""
+        return _common_part(self.X.movedim(1, -1), self.bias, repeats=self.kernel_size[0] * self.kernel_size[1])
 
     def _geometry(self) -> dict:
         names = ("kernel_size", "stride", "padding", "dilation", "bias")
@@ -201,10 +201,10 @@ class EdgeConvOperator(SplittingOperator):
             rest._incoming = self._incoming.restrict(filters)
         return rest
 
-    def mean_row(self) -> Tensor:
-        """Return the mean of the edges from points to themselves, (D,): those that win differ from filter to filter."""
-        points = self.X.mean((0, 1), dtype=self.dtype)
-        return _with_bias(torch.cat([torch.zeros_like(points), points]), self.bias)
+    def common_part(self) -> Tensor:
+        """Return what edges from points to themselves have in common, (D,): those that win differ between filters."""
+        points = _common_part(self.X, self.bias)
+        return torch.cat([points.new_zeros(self.X.shape[-1]), points])
 
     @property
     def nbytes(self) -> int:
@@ -267,11 +267,11 @@ class SumOperator(SplittingOperator):
     def restrict(self, filters: Tensor) -> SumOperator:
         return SumOperator([term.restrict(filters) for term in self.terms], self.weights)
 
-    def mean_row(self) -> Tensor | None:
-        """Return the mean of the terms' rows, (D,), weighted as the terms are."""
-        means = [term.mean_row() for term in self.terms]
-        known = [mean for mean in means if mean is not None]
-        if len(known) < len(means):
+    def common_part(self) -> Tensor | None:
+        """Return the average of what the rows of each term have in common, (D,), weighted as the terms are."""
+        parts = [term.common_part() for term in self.terms]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
             return None
         return torch.stack(known).mul(known[0].new_tensor(self.weights)[:, None]).sum(0) / sum(self.weights)
 
@@ -287,8 +287,15 @@ def _chosen(tensor: Tensor, dim: int, filters: Tensor) -> Tensor:
     return tensor.index_select(dim, torch.where(filters < 0, filters + tensor.shape[dim], filters))
 
 
-def _with_bias(row: Tensor, bias: bool) -> Tensor:
-    return torch.cat([row, row.new_ones(1)]) if bias else row
+def _common_part(X: Tensor, bias: bool, repeats: int = 1) -> Tensor:
+    """Return what rows have in common that are the last dimension of X, each entry so many times, and 1 for a bias."""
+    dims, dtype = tuple(range(X.dim() - 1)), checks.compute_dtype(X.dtype)
+    rows = X.numel() // X.shape[-1]
+    mean = X.mean(dims, dtype=dtype).repeat_interleave(repeats)
+    length = (repeats / rows * torch.linalg.vector_norm(X, dtype=dtype).square() + bias).sqrt()
+    if bias:
+        mean = torch.cat([mean, mean.new_ones(1)])
+    return mean / length.clamp(min=torch.finfo(dtype).tiny)
 
 
 def add_dense(matrices: Tensor, operator: SplittingOperator, weight: float = 1.0, backend: str = "auto") -> None:

@@ -16,9 +16,9 @@ class ShardedOperator(SplittingOperator):
     """The splitting matrices of a unit's filters on the data of all processes, of which this one holds a part."""
 
     def __init__(
-        self, local: SplittingOperator, source: AllReduce, rows: int | None, mean: Tensor | None = None
+        self, local: SplittingOperator, source: AllReduce, rows: int | None, common: Tensor | None = None
     ) -> None:
-        self.local, self.source, self.rows, self.mean = local, source, rows, mean
+        self.local, self.source, self.rows, self.common = local, source, rows, common
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
@@ -26,10 +26,10 @@ class ShardedOperator(SplittingOperator):
 
     def restrict(self, filters: Tensor) -> ShardedOperator:
         assert isinstance(self.source, AllReduce)
-        return ShardedOperator(self.local.restrict(filters), self.source, self.rows, self.mean)
+        return ShardedOperator(self.local.restrict(filters), self.source, self.rows, self.common)
 
-    def mean_row(self) -> Tensor | None:
-        return self.mean
+    def common_part(self) -> Tensor | None:
+        return self.common
 
     def dense(self, backend: str = "auto") -> Tensor:
         return next(dense_all([self], backend))
@@ -84,9 +84,9 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
     """
     shapes = [(name, operator.shape) for name, operator in captured.items()]
     rows = [operator.rows for operator in captured.values()]
-    means = {name: mean for name, operator in captured.items() if (mean := operator.mean_row()) is not None}
+    parts = {name: part for name, operator in captured.items() if (part := operator.common_part()) is not None}
     everyone: list[tuple[object, int, float, list[int | None], set[str]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
-    dist.all_gather_object(everyone, (shapes, batches, captured.loss, rows, set(means)), group)
+    dist.all_gather_object(everyone, (shapes, batches, captured.loss, rows, set(parts)), group)
     for rank, (theirs, *_) in enumerate(everyone):
         if theirs != shapes:
             raise ValueError(f"captured must hold the same units in every process, and that of rank {rank} differs")
@@ -94,12 +94,12 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
     source = AllReduce(batches / total, group)
     # One process may have formed the matrices of a unit whose rows another has.
     shared = [name for name in captured if all(name in theirs for *_, theirs in everyone)]
-    mean_of = dict(zip(shared, source.sum([means[name] for name in shared]), strict=True))
+    common = dict(zip(shared, source.sum([parts[name] for name in shared]), strict=True))
     result = Captured()
     for index, (name, operator) in enumerate(captured.items()):
         counts = [theirs[index] for *_, theirs, _ in everyone]
         all_rows = None if None in counts else sum(count for count in counts if count is not None)
-        result[name] = ShardedOperator(operator, source, all_rows, mean_of.get(name))
+        result[name] = ShardedOperator(operator, source, all_rows, common.get(name))
     result.loss = sum(count * loss for _, count, loss, *_ in everyone) / total
     result.plan, result.stream = captured.plan, captured.stream
     return result

@@ -38,9 +38,9 @@ class StreamedOperator(SplittingOperator):
     """The splitting matrices of a unit's filters on all batches of a stream."""
 
     def __init__(
-        self, stream: Stream, unit: str, like: SplittingOperator, rows: int | None, mean: Tensor | None = None
+        self, stream: Stream, unit: str, like: SplittingOperator, rows: int | None, common: Tensor | None = None
     ) -> None:
-        self.source, self.unit, self.rows, self.mean = stream, unit, rows, mean
+        self.source, self.unit, self.rows, self.common = stream, unit, rows, common
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.filters: Tensor | None = None
 
@@ -53,8 +53,8 @@ class StreamedOperator(SplittingOperator):
         rest.shape = (len(filters), self.shape[1])
         return rest
 
-    def mean_row(self) -> Tensor | None:
-        return self.mean
+    def common_part(self) -> Tensor | None:
+        return self.common
 
     def dense(self, backend: str = "auto") -> Tensor:
         assert self.source is not None

@@ -59,9 +59,9 @@ def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Ten
     assert (operators.stream is None) == (budget == 0)
     tensors = {"loss": torch.tensor(operators.loss, dtype=torch.float64)}
     for unit, operator in operators.items():
-        mean = operator.mean_row()
+        common = operator.common_part()
         # What was formed has no rows.
-        tensors[f"mean/{unit}"] = torch.zeros(0) if mean is None else mean
+        tensors[f"common/{unit}"] = torch.zeros(0) if common is None else common
     for solver in ("lanczos", "auto"):
         spectra = s3d.extremal_eigenpairs(operators, solver=solver, tol=1e-6)
         for unit, spectrum in spectra.items():

@@ -137,45 +137,58 @@ def test_dense_is_whole_for_more_columns_than_one_block() -> None:
 
 
 @every_case
-def test_the_mean_row_is_that_of_rows(case: Case) -> None:
+def test_what_rows_have_in_common(case: Case) -> None:
     operator = operator_of(case)
-    mean = operator.mean_row()
-    assert mean is not None
-    assert (mean.shape, mean.dtype) == (operator.shape[1:], operator.dtype)
+    common = operator.common_part()
+    assert common is not None
+    assert (common.shape, common.dtype) == (operator.shape[1:], operator.dtype)
     if isinstance(case, RowsCase):
-        assert relative_error(mean, rows_of(case)[0].mean((0, 1))) < TOLERANCE[case.dtype]
+        rows = rows_of(case)[0][:, 0]
+        expected = rows.mean(0) / rows.square().sum(-1).mean().sqrt()
+        assert float((common - expected).abs().max()) < TOLERANCE[case.dtype]
 
 
-def test_the_mean_row_of_patches_is_as_if_there_were_no_borders() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_that_are_the_same_have_everything_in_common(bias: bool) -> None:
+    operators = [
+        PointwiseOperator(torch.arange(5.0).repeat(6, 1), torch.ones(6, 2), bias=bias),
+        ConvOperator(torch.full((1, 2, 6, 6), 3.0), torch.ones(1, 4, 4, 5), kernel_size=(3, 2), bias=bias),
+        EdgeConvOperator(
+            torch.full((1, 4, 3), 2.0), torch.zeros(1, 4, 2, dtype=torch.int64), torch.ones(1, 4, 2), bias=bias
+        ),
+    ]
+    for operator in operators:
+        common = operator.common_part()
+        assert common is not None
+        assert float(common.norm()) == pytest.approx(1, rel=1e-6)
+        # S of rows that are the same has them for its only eigenvector.
+        assert torch.allclose(operator.dense()[0] @ common, operator.dense()[0].trace() * common, rtol=1e-4)
+
+
+def test_patches_have_in_common_what_they_would_without_borders() -> None:
     case = ConvCase(2, 3, 40, 40, 4, k=(3, 5), bias=True)
-    rows, _ = rows_of(case)
-    mean = operator_of(case).mean_row()
-    assert mean is not None
+    rows = rows_of(case)[0][:, 0]
+    common = operator_of(case).common_part()
+    assert common is not None
     # Rows and columns at the borders are in fewer patches.
-    assert relative_error(mean, rows.mean((0, 1))) < 0.03
-    X, C = torch.full((1, 2, 6, 6), 3.0), torch.ones(1, 4, 4, 4)
-    mean = ConvOperator(X, C, kernel_size=(3, 3), bias=True).mean_row()
-    assert mean is not None
-    assert mean.tolist() == [3.0] * 18 + [1.0]
+    assert float((common - rows.mean(0) / rows.square().sum(-1).mean().sqrt()).abs().max()) < 0.01
 
 
-def test_the_mean_row_of_edges_is_that_of_points_that_won_themselves() -> None:
-    X, C = torch.rand(2, 7, 3), torch.ones(2, 7, 4)
-    itself = torch.arange(7)[None, :, None].expand(2, 7, 4)
-    mean = EdgeConvOperator(X, itself.contiguous(), C, bias=True).mean_row()
-    assert mean is not None
-    torch.testing.assert_close(mean, torch.cat([torch.zeros(3), X.mean((0, 1)), torch.ones(1)]))
+def test_nothing_has_nothing_in_common() -> None:
+    common = PointwiseOperator(torch.zeros(3, 4), torch.ones(3, 2)).common_part()
+    assert common is not None
+    assert not common.any()
 
 
-def test_the_mean_row_of_a_sum_is_weighted() -> None:
+def test_what_the_rows_of_a_sum_have_in_common_is_weighted() -> None:
     terms = [operator_of(ROWS[2], seed) for seed in (0, 1)]
-    first, second = (term.mean_row() for term in terms)
-    mean = SumOperator(terms, [1.0, 3.0]).mean_row()
+    first, second = (term.common_part() for term in terms)
+    both = SumOperator(terms, [1.0, 3.0]).common_part()
     assert first is not None
     assert second is not None
-    assert mean is not None
-    torch.testing.assert_close(mean, 0.25 * first + 0.75 * second)
-    assert SumOperator([terms[0], DenseOperator(terms[1].dense())]).mean_row() is None
+    assert both is not None
+    torch.testing.assert_close(both, 0.25 * first + 0.75 * second)
+    assert SumOperator([terms[0], DenseOperator(terms[1].dense())]).common_part() is None
 
 
 @one_of_each

@@ -448,13 +448,13 @@ def test_what_rows_have_in_common_saves_products(monkeypatch: pytest.MonkeyPatch
         128, 128, generator=generator, dtype=torch.float64
     )
     X, C = mixed.relu(), torch.randn(2048, 64, generator=generator, dtype=torch.float64)
-    towards_mean = extremal_eigenpairs((X, C), tol=1e-2)
-    monkeypatch.setattr(lanczos, "TOWARDS_MEAN", 0.0)
+    begun = extremal_eigenpairs((X, C), tol=1e-2)
+    monkeypatch.setattr(lanczos, "COMMON", 0.0)
     random = extremal_eigenpairs((X, C), tol=1e-2)
-    assert int(towards_mean.matvecs.sum()) < 0.9 * int(random.matvecs.sum())
+    assert int(begun.matvecs.sum()) < 0.9 * int(random.matvecs.sum())
 
 
-def test_a_mean_that_leads_astray_misses_nothing() -> None:
+def test_something_in_common_that_leads_astray_misses_nothing() -> None:
     """All rows have an entry in common that no extreme eigenvector has, and that is much larger than all others."""
     generator = torch.Generator().manual_seed(9)
     X = torch.randn(512, 24, generator=generator, dtype=torch.float64)

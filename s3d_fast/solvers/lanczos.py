@@ -24,8 +24,8 @@ LEAVING_SHARE = 1 / 4
 # the second eigenvalue for a while, with a small residual, before it finds the first; filters that merely count as
 # converged stay on while others need the layer's steps anyway, which uncovers nearly all such cases for nothing.
 LEAVE_BELOW = 1e-2
-# How much larger than the random part of a start vector that part is which leads towards the mean of the rows.
-TOWARDS_MEAN = 2.0
+# How much of what rows have in common is in a start vector, beside a random unit vector.
+COMMON = 4.0
 # What rounding adds to a residual, in units of the arithmetic's and of the spectral radius.
 ROUNDING = 4
 
@@ -44,9 +44,7 @@ def solve(
     space is exhausted (S = 0, low rank, few distinct eigenvalues, D steps): the space then holds the extreme
     eigenvectors exactly. Memory: one vector of M D entries per step and layer.
     """
-    layers = [
-        _Layer(operator, _towards_mean(operator, start)) for operator, start in zip(operators, starts, strict=True)
-    ]
+    layers = [_Layer(operator, _started(operator, start)) for operator, start in zip(operators, starts, strict=True)]
     by_kind: dict[tuple[torch.dtype, torch.device], list[_Layer]] = {}
     for layer in layers:
         by_kind.setdefault((layer.q.dtype, layer.q.device), []).append(layer)
@@ -67,13 +65,13 @@ def solve(
     return [layer.spectrum(tol) for layer in layers]
 
 
-def _towards_mean(operator: SplittingOperator, start: Tensor) -> Tensor:
-    """Return start vectors that are nearer to the extreme eigenvectors, where rows have something in common.
+def _started(operator: SplittingOperator, random: Tensor) -> Tensor:
+    """Return start vectors: random, but nearer to the extreme eigenvectors where rows have something in common.
 
-    What they keep of being random sees to it that no eigenvector is missed.
+    Behind a ReLU they have, and it is most of many eigenvectors. What is random sees to it that none is missed.
     """
-    mean = operator.mean_row()
-    return start if mean is None else normalize(start + TOWARDS_MEAN * normalize(mean, dim=0), dim=-1)
+    common = operator.common_part()
+    return random if common is None else normalize(random + COMMON * common, dim=-1)
 
 
 def _are_long(operators: Sequence[SplittingOperator]) -> bool:
