@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -268,12 +269,15 @@ class SumOperator(SplittingOperator):
         return SumOperator([term.restrict(filters) for term in self.terms], self.weights)
 
     def common_part(self) -> Tensor | None:
-        """Return the average of what the rows of each term have in common, (D,), weighted as the terms are."""
+        """Return the average of what the rows of each term have in common, (D,), by the sizes of the weights."""
         parts = [term.common_part() for term in self.terms]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
-        return torch.stack(known).mul(known[0].new_tensor(self.weights)[:, None]).sum(0) / sum(self.weights)
+        # Rows that are subtracted have a direction all the same.
+        sizes = [abs(weight) for weight in self.weights]
+        total = sum(sizes) or 1.0
+        return torch.stack([part * (size / total) for part, size in zip(known, sizes, strict=True)]).sum(0)
 
     def dense(self, backend: str = "auto") -> Tensor:
         matrices = torch.zeros(*self.shape, self.shape[1], dtype=self.dtype, device=self.device)
@@ -292,9 +296,9 @@ def _common_part(X: Tensor, bias: bool, repeats: int = 1) -> Tensor:
     dims, dtype = tuple(range(X.dim() - 1)), checks.compute_dtype(X.dtype)
     rows = X.numel() // X.shape[-1]
     mean = X.mean(dims, dtype=dtype).repeat_interleave(repeats)
-    length = (repeats / rows * torch.linalg.vector_norm(X, dtype=dtype).square() + bias).sqrt()
+    length = math.sqrt(repeats / rows) * torch.linalg.vector_norm(X, dtype=dtype)
     if bias:
-        mean = torch.cat([mean, mean.new_ones(1)])
+        mean, length = torch.cat([mean, mean.new_ones(1)]), torch.hypot(length, torch.ones_like(length))
     return mean / length.clamp(min=torch.finfo(dtype).tiny)
 
 

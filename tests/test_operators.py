@@ -188,6 +188,10 @@ def test_what_the_rows_of_a_sum_have_in_common_is_weighted() -> None:
     assert second is not None
     assert both is not None
     torch.testing.assert_close(both, 0.25 * first + 0.75 * second)
+    for weights in ([2.0, -2.0], [0.0, 0.0]):
+        common = SumOperator(terms, weights).common_part()
+        assert common is not None
+        torch.testing.assert_close(common, abs(weights[0]) / 4 * (first + second))
     assert SumOperator([terms[0], DenseOperator(terms[1].dense())]).common_part() is None
 
 

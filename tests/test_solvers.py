@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import PointwiseOperator, Spectrum, SplittingOperator, extremal_eigenpairs
+from s3d_fast import PointwiseOperator, Spectrum, SplittingOperator, SumOperator, extremal_eigenpairs
 from s3d_fast.solvers import lanczos
 from tests.cases import CONVS, EDGES, RowsCase
 from tests.test_operators import operator_of
@@ -452,6 +452,15 @@ def test_what_rows_have_in_common_saves_products(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(lanczos, "COMMON", 0.0)
     random = extremal_eigenpairs((X, C), tol=1e-2)
     assert int(begun.matvecs.sum()) < 0.9 * int(random.matvecs.sum())
+
+
+def test_a_difference_of_operators_is_solved() -> None:
+    case = RowsCase(300, 12, 5, torch.float64)
+    terms = [PointwiseOperator(*case.tensors(seed=seed)) for seed in (1, 2)]
+    spectrum = extremal_eigenpairs(SumOperator(terms, [1.0, -1.0]), tol=1e-9)
+    values = torch.linalg.eigvalsh(terms[0].dense() - terms[1].dense())
+    torch.testing.assert_close(spectrum.lambda_min, values[:, 0])
+    torch.testing.assert_close(spectrum.lambda_max, values[:, -1])
 
 
 def test_something_in_common_that_leads_astray_misses_nothing() -> None:
