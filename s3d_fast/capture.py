@@ -43,7 +43,7 @@ class Captured(dict[str, SplittingOperator]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that all operators hold on to, the buffers of a scratch file included."""
+        """The bytes that all operators hold on to, the parts of a scratch file that are in memory included."""
         return sum(self.memory().values()) + (0 if self.stream is None else self.stream.nbytes)
 
     def report(self) -> str:

@@ -116,7 +116,7 @@ class CapturePlan:
         batches: how many.
         budget: in bytes, or None.
         batch_seconds: that the capture of a batch takes, by measurement.
-        part_bytes: of each of the two buffers through which a scratch file is read.
+        part_bytes: of each of the two parts of a scratch file that are in memory at a time.
     """
 
     needs: tuple[UnitNeed, ...]
@@ -250,7 +250,7 @@ def _formed(needs: Sequence[UnitNeed], batches: int, budget: int) -> tuple[set[s
     """Return the units whose matrices are formed, and what is left of the budget."""
     formed, left = set(), budget
     for need in sorted(needs, key=lambda need: need.dense_bytes):
-        # Of what is left, so that the buffers of the others have room.
+        # Of what is left, so that parts of the others have room.
         if need.wants_dense and need.dense_bytes < batches * need.nbytes and need.dense_bytes <= left // 2:
             formed.add(need.name)
             left -= need.dense_bytes

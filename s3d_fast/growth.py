@@ -321,7 +321,7 @@ class Grower:
         phase.loss = operators.loss
         with self._timed(phase, "solve"):
             spectra = extremal_eigenpairs(operators, **{"progress": self.progress, **self.solver})
-        # After the solver, which makes the buffers of a scratch file.
+        # After the solver, which reads a scratch file by parts.
         phase.memory = operators.nbytes
         if operators.plan is not None:
             phase.scratch = operators.plan.disk_bytes

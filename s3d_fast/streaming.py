@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import mmap
 import os
 import tempfile
 import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -151,29 +153,28 @@ class _Record:
 
 
 class DiskStream(Stream):
-    """Operators in a scratch file, read ahead while the products of the part before are computed.
+    """Operators in a scratch file that is mapped into memory, and read ahead while the part before is worked on.
 
-    The file has no name, so that it vanishes with the process, however that ends. It is read into two buffers of
-    bounded size: the pages of a mapped file would count as memory of the process for as long as the kernel likes.
+    The file has no name, so that it vanishes with the process, however that ends. Its pages count as memory of the
+    process only from when a thread has read them ahead until the next part is asked for: those of two parts at a time.
 
     Args:
         folder: where the file is.
-        part_bytes: the size of a buffer. An operator that is larger gets a part, and a buffer, of its own.
+        part_bytes: the size of a part. An operator that is larger gets a part of its own.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, part_bytes: int) -> None:
         super().__init__()
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the stream
         weakref.finalize(self, self.file.close)
-        self.part_bytes, self.size = part_bytes, 0
+        self.part_bytes, self.size, self.largest = part_bytes, 0, 0
         self.records: list[_Record] = []
-        self.buffers: list[Tensor] = []
         self.device = torch.device("cpu")
 
     @property
     def nbytes(self) -> int:
-        """The memory of the buffers."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        """The memory of two parts, as large as they have been."""
+        return 2 * self.largest
 
     def append(self, unit: str, operator: SplittingOperator) -> None:
         """Write an operator to the file; those of one batch follow one another.
@@ -201,19 +202,27 @@ class DiskStream(Stream):
 
     def parts(self, units: Collection[str]) -> Iterator[Part]:
         chunks = self._chunks([record for record in self.records if record.unit in units])
-        self._reserve(max((sum(record.nbytes for record in chunk) for chunk in chunks), default=0))
+        if not chunks:
+            return
+        self.largest = max(self.largest, *(sum(record.nbytes for record in chunk) for chunk in chunks))
+        mapping = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY)
+        mapping.madvise(mmap.MADV_SEQUENTIAL)
+        data = torch.frombuffer(mapping, dtype=torch.uint8)
         with ThreadPoolExecutor(1) as reader:
-            ahead: Future[None] | None = reader.submit(self._read, chunks[0], self.buffers[0]) if chunks else None
-            for number, chunk in enumerate(chunks):
-                assert ahead is not None
-                ahead.result()
-                buffer = self.buffers[number % 2]
-                if number + 1 < len(chunks):
-                    ahead = reader.submit(self._read, chunks[number + 1], self.buffers[(number + 1) % 2])
-                yield self._operators(chunk, buffer)
+            ahead = reader.submit(self._read, chunks[0], data)
+            for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+                operators = ahead.result()
+                if following is not None:
+                    ahead = reader.submit(self._read, following, data)
+                for record, operator in zip(chunk, operators, strict=True):
+                    for name, _, _, dtype in record.tensors:
+                        setattr(operator, name, getattr(operator, name).to(self.device, dtype))
+                yield [(record.unit, operator) for record, operator in zip(chunk, operators, strict=True)]
+                first = chunk[0].offset // mmap.PAGESIZE * mmap.PAGESIZE
+                mapping.madvise(mmap.MADV_DONTNEED, first, chunk[-1].offset + chunk[-1].nbytes - first)
 
     def _chunks(self, records: Sequence[_Record]) -> list[list[_Record]]:
-        """Return the records in groups that fit into a buffer."""
+        """Return the records in groups that fit into a part."""
         chunks: list[list[_Record]] = []
         room = 0
         for record in records:
@@ -224,31 +233,20 @@ class DiskStream(Stream):
             room -= record.nbytes
         return chunks
 
-    def _reserve(self, nbytes: int) -> None:
-        if not self.buffers or len(self.buffers[0]) < nbytes:
-            pinned = self.device.type == "cuda"
-            self.buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-
-    def _read(self, chunk: Sequence[_Record], buffer: Tensor) -> None:
-        view, filled = memoryview(buffer.numpy()), 0  # type: ignore[arg-type]
-        for record in chunk:
-            end = filled + record.nbytes
-            while filled < end:
-                got = os.preadv(self.file.fileno(), [view[filled:end]], record.offset + record.nbytes - (end - filled))
-                if not got:
-                    raise OSError("the scratch file ends before its data do")
-                filled += got
-
-    def _operators(self, chunk: Sequence[_Record], buffer: Tensor) -> Part:
-        part, first = [], 0
+    def _read(self, chunk: Sequence[_Record], data: Tensor) -> list[SplittingOperator]:
+        """Return the operators of a chunk, with tensors as they are stored, once their pages are in memory."""
+        operators = []
         for record in chunk:
             operator = copy.copy(record.shell)
             for name, place, shape, dtype in record.tensors:
                 stored = STORED.get(dtype, dtype)
-                begin = first + place
-                count = torch.Size(shape).numel() * stored.itemsize
-                tensor = buffer[begin : begin + count].view(stored).view(shape)
-                setattr(operator, name, tensor.to(self.device, dtype))
-            part.append((record.unit, operator))
-            first += record.nbytes
-        return part
+                begin = record.offset + place
+                own = data[begin : begin + torch.Size(shape).numel() * stored.itemsize]
+                if self.device.type == "cuda":
+                    own = own.pin_memory()
+                else:
+                    # Touching a page brings it in.
+                    own[:: mmap.PAGESIZE].sum()
+                setattr(operator, name, own.view(stored).view(shape))
+            operators.append(operator)
+        return operators
