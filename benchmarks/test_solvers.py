@@ -13,7 +13,7 @@ from s3d_fast.solvers import Spectrum, extremal_eigenpairs
 
 STEPS = (0.6, 0.8, 0.9, 1.0, 1.1)
 ERROR = 1e-3
-# Of the residual: at 1e-2 one filter in a thousand is not within the error yet.
+# Of the residual: at 1e-2 a few filters of such layers are not within the error yet.
 TOLERANCE = 3e-3
 
 
