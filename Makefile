@@ -42,9 +42,13 @@ asan: $(READY) ## Run the tests of the extension under AddressSanitizer and Unde
 	cd $(ASAN)/lib && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(CURDIR)/$(BIN)/python -m pytest -q tests/test_extension*.py
 
+# Types are checked across the frontier to the kernels, laid out as they are installed.
+TYPES := build/types
 lint: $(READY) ## Check style and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	rm -rf $(TYPES) && mkdir -p $(TYPES)
+	cp -rs $(CURDIR)/s3d_fast $(TYPES)/ && cp -rs $(CURDIR)/kernels $(TYPES)/s3d_fast/
 	$(BIN)/mypy
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast.graph import Graph
+from s3d_fast.network.graph import Graph
 
 
 class AutodiffRayleigh:

@@ -10,7 +10,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.device import DEVICE, ON_CPU, seconds
-from s3d_fast import ops
+from s3d_fast.backends import operations
 from s3d_fast.solvers import Spectrum
 
 Call = Callable[[], object]
@@ -50,11 +50,11 @@ def clone_bandwidth(tensors: Sequence[torch.Tensor]) -> Limit:
 @contextlib.contextmanager
 def plain_pytorch() -> Iterator[None]:
     """Let everything compute as if there were no backend but the reference."""
-    resolve, ops.resolve_backend = ops.resolve_backend, lambda backend, *tensors: "reference"
+    resolve, operations.resolve_backend = operations.resolve_backend, lambda backend, *tensors: "reference"
     try:
         yield
     finally:
-        ops.resolve_backend = resolve
+        operations.resolve_backend = resolve
 
 
 def compare(

@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import s3d_fast as s3d
+from s3d_fast.base.tables import text_table
 from s3d_fast.models import MobileNetV1
-from s3d_fast.tables import text_table
 
 STEPS = (0.1, 0.03, 0.01, 0.003)
 

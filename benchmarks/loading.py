@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from s3d_fast.base.tables import text_table
 from s3d_fast.data import ArraySource, Dataset, Entry, JpegSource, Source, cifar100, imagenet, modelnet40
 from s3d_fast.data.augment import pad_crop_flip, scale_and_jitter
 from s3d_fast.data.cifar import NORMALISE
 from s3d_fast.data.modelnet import FirstPoints
 from s3d_fast.recipes import recipe
-from s3d_fast.tables import text_table
 
 ROUNDS = 3
 POINTS = 128

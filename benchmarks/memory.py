@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.device import DEVICE, ON_CPU
-from s3d_fast import ops
+from s3d_fast.backends import operations
 from tests.cases import RowsCase, random_vectors
 
 Result = TypeVar("Result")
@@ -64,20 +64,22 @@ def _measure(backend: str, case: RowsCase) -> int:
     V = random_vectors(case.M, case.D, dtype=case.dtype)
     # Threads and libraries take memory of their own when they are first used.
     small = RowsCase(64, 8, 8, case.dtype)
-    ops.splitting_matvec(*small.tensors(), random_vectors(8, 8, dtype=case.dtype), backend=backend, check_finite=False)
+    operations.splitting_matvec(
+        *small.tensors(), random_vectors(8, 8, dtype=case.dtype), backend=backend, check_finite=False
+    )
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))
     before = resident_memory()
-    result, peak = peak_memory(lambda: ops.splitting_matvec(X, C, V, backend=backend, check_finite=False))
+    result, peak = peak_memory(lambda: operations.splitting_matvec(X, C, V, backend=backend, check_finite=False))
     return peak - before - result.nbytes
 
 
 def _measure_gpu(backend: str, case: RowsCase) -> int:
     X, C = (tensor.to(DEVICE) for tensor in case.tensors())
     V = random_vectors(case.M, case.D, dtype=case.dtype).to(DEVICE)
-    ops.splitting_matvec(X, C, V, backend=backend, check_finite=False)
+    operations.splitting_matvec(X, C, V, backend=backend, check_finite=False)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = ops.splitting_matvec(X, C, V, backend=backend, check_finite=False)
+    result = operations.splitting_matvec(X, C, V, backend=backend, check_finite=False)
     return torch.cuda.max_memory_allocated() - before - result.nbytes
 
 

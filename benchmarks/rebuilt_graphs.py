@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import s3d_fast as s3d
-from s3d_fast.edgeconv import EdgeConv, leaky
+from s3d_fast.base.tables import text_table
 from s3d_fast.models import DGCNN
-from s3d_fast.tables import text_table
+from s3d_fast.network.edgeconv import EdgeConv, leaky
 
 SEEDS = range(8)
 STEPS = (0.03, 0.01, 0.003)

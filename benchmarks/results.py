@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from s3d_fast import env, recipes, report
-from s3d_fast.checkpoint import load_grown
+from s3d_fast.growth.checkpoint import load_grown
+from s3d_fast.maths.schemes import split_gain
 from s3d_fast.recipes.running import make_network
 from s3d_fast.recipes.saved import recipe_of, saved_network
-from s3d_fast.schemes import split_gain
 
 SEEDS = (0, 1, 2)
 BOUNDS = (1.0, 1.1, 1.3, 1.5, 2.0)

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from s3d_fast import reference
+from s3d_fast.base.tables import text_table
 from s3d_fast.kernels import edgeconv, grouped, launch, pointwise_wide
 from s3d_fast.kernels.compiled import TARGETS, Target
-from s3d_fast.kernels.grouped import Layer
+from s3d_fast.kernels.grouped import Member
 from s3d_fast.kernels.products import product_form
+from s3d_fast.maths import reference
 from s3d_fast.models.mobilenet import FULL_WIDTHS
 from s3d_fast.solvers.lanczos import CHECK_EVERY
-from s3d_fast.tables import text_table
 from tests.cases import LARGE_EDGES, NETWORKS, EdgeCase, RowsCase, mobilenet_layers
 
 TABLE = Path(__file__).parents[1] / "docs" / "gpu.json"
@@ -142,7 +142,7 @@ class Fused:
             return Work()
         config = grouped.configs(self.target.device, self.form, self.stored, True)[0]
         layers = [_meta_layer(case, self.stored) for case in cases]
-        plan = grouped.make_plan(layers, [layer.V for layer in layers], config, self.target.device)
+        plan = grouped.make_table(layers, [layer.V for layer in layers], config, self.target.device)
         flops = moved = cached = 0.0
         for case in cases:
             width = launch.power_of_two(case.D, 16, 256)
@@ -305,12 +305,12 @@ def _tridiagonal_launches() -> int:
 KRYLOV_LAUNCHES, TRIDIAGONAL_LAUNCHES = _krylov_launches(), _tridiagonal_launches()
 
 
-def _meta_layer(case: RowsCase, stored: torch.dtype) -> Layer:
+def _meta_layer(case: RowsCase, stored: torch.dtype) -> Member:
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     V = empty(case.M, case.D, dtype=torch.float32)
-    return Layer(empty(case.N, case.D, dtype=stored), empty(case.N, case.M, dtype=stored), V, False)
+    return Member(empty(case.N, case.D, dtype=stored), empty(case.N, case.M, dtype=stored), V, False)
 
 
 NETWORK_LAYERS: dict[str, tuple[list[RowsCase], list[EdgeCase]]] = {

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.roofline import GPUS, STEPS, TABLE, Gpu, Table, predict
+from s3d_fast.base.tables import text_table
 from s3d_fast.models.mobilenet import FULL_WIDTHS, MobileNetV1
 from s3d_fast.recipes import recipe
-from s3d_fast.tables import text_table
 from tests.cases import RowsCase, mobilenet_layers
 
 IMAGENET = 1_281_167

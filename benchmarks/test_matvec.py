@@ -9,8 +9,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.compare import compare, matmul_peak
 from benchmarks.device import BACKEND, DEVICE, ON_CPU
 from benchmarks.memory import extra_memory
-from s3d_fast import ops, reference
-from s3d_fast.incoming import incoming_edges
+from s3d_fast.backends import operations
+from s3d_fast.maths import reference
+from s3d_fast.maths.incoming import incoming_edges
 from tests.cases import (
     LARGE_EDGES,
     LARGE_ROWS,
@@ -37,7 +38,7 @@ def test_splitting_matvec(benchmark: BenchmarkFixture, case: RowsCase) -> None:
     compiled = torch.compile(reference.splitting_matvec, dynamic=False)
 
     def ours() -> torch.Tensor:
-        return ops.splitting_matvec(X, C, V, backend=BACKEND, check_finite=False)
+        return operations.splitting_matvec(X, C, V, backend=BACKEND, check_finite=False)
 
     expected = reference.splitting_matvec(X.double(), C.double(), V.double())
     assert relative_error(ours(), expected) <= TOLERANCE[case.dtype]
@@ -69,7 +70,7 @@ def test_grouped(benchmark: BenchmarkFixture, name: str) -> None:
     bias = [case.bias for case in cases]
 
     def ours() -> list[torch.Tensor]:
-        return ops.splitting_matvec_grouped(X, C, V, bias=bias, backend=BACKEND, check_finite=False)
+        return operations.splitting_matvec_grouped(X, C, V, bias=bias, backend=BACKEND, check_finite=False)
 
     def loop() -> list[torch.Tensor]:
         return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
@@ -103,7 +104,7 @@ def test_edgeconv_matvec(benchmark: BenchmarkFixture, case: EdgeCase) -> None:
         aims = {"reference": 2.0, "reference, by edges": 10.0}
 
     def ours() -> torch.Tensor:
-        return ops.edgeconv_matvec(X, winner, C, V, backend=BACKEND, check_finite=False, incoming=incoming)
+        return operations.edgeconv_matvec(X, winner, C, V, backend=BACKEND, check_finite=False, incoming=incoming)
 
     assert relative_error(ours(), reference.edgeconv_matvec(X, winner, C, V)) <= TOLERANCE[case.dtype]
     work = 8 * case.B * case.P * case.F * case.M
@@ -117,11 +118,11 @@ def test_splitting_matrices(benchmark: BenchmarkFixture) -> None:
     V = random_vectors(case.M, case.D, dtype=case.dtype).to(DEVICE)
 
     def ours() -> torch.Tensor:
-        return ops.splitting_matrices(X, C, backend=BACKEND, check_finite=False)
+        return operations.splitting_matrices(X, C, backend=BACKEND, check_finite=False)
 
     def ten_products() -> None:
         for _ in range(10):
-            ops.splitting_matvec(X, C, V, backend=BACKEND, check_finite=False)
+            operations.splitting_matvec(X, C, V, backend=BACKEND, check_finite=False)
 
     assert relative_error(ours(), reference.splitting_matrices(X, C)) <= TOLERANCE[case.dtype]
     others = {"reference": lambda: reference.splitting_matrices(X, C), "10 products": ten_products}

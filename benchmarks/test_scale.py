@@ -19,10 +19,10 @@ import s3d_fast as s3d
 from benchmarks.compare import compare, error
 from benchmarks.device import DEVICE, ON_CPU, seconds
 from benchmarks.memory import peak_memory, resident_memory
-from s3d_fast import memory
+from s3d_fast.base import byte_counts
 from s3d_fast.models import MobileNetV1
 from s3d_fast.operators import matvec_all
-from s3d_fast.streaming import DiskStream
+from s3d_fast.operators.streamed import DiskStream
 
 TOLERANCE = 1e-2
 IMAGES, BATCH = 64, 8
@@ -107,7 +107,7 @@ def test_eigen_phase_at_224(benchmark: BenchmarkFixture) -> None:
 
     spectra, peak = peak_memory(phase)
     assert all(bool(spectrum.converged.all()) for spectrum in spectra.values())
-    assert peak <= memory.as_bytes("budget", BUDGET)
+    assert peak <= byte_counts.as_bytes("budget", BUDGET)
     compare(
         benchmark,
         phase,
@@ -120,7 +120,7 @@ def test_eigen_phase_at_224(benchmark: BenchmarkFixture) -> None:
     )
     benchmark.extra_info["figures"] = {
         "products": str(max(int(spectrum.matvecs.max()) for spectrum in spectra.values())),
-        "peak memory of the process": memory.as_text(peak),
+        "peak memory of the process": byte_counts.as_text(peak),
     }
 
 
@@ -152,8 +152,8 @@ def test_spilled_step(benchmark: BenchmarkFixture) -> None:
 
     compare(benchmark, step, {"in memory": step_of(whole), "file not cached": cold}, aims={"in memory": 0.5}, rounds=15)
     benchmark.extra_info["figures"] = {
-        "on disk": memory.as_text(spilled.plan.disk_bytes),
-        "budget": memory.as_text(whole.nbytes // 10),
+        "on disk": byte_counts.as_text(spilled.plan.disk_bytes),
+        "budget": byte_counts.as_text(whole.nbytes // 10),
     }
 
 
@@ -200,7 +200,7 @@ def test_cost_against_data(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
         )
         taken = statistics.median(own[2] for own in measured)
         images = size * SMALL_BATCHES * SMALL_BATCH
-        shown = [memory.as_text(amount) for amount in (measured[0][3], int(taken))]
+        shown = [byte_counts.as_text(amount) for amount in (measured[0][3], int(taken))]
         rows.append([f"{size}x: {images}", f"{capture:.2f}", f"{step:.2f}", *shown])
         assert taken <= 1.15 * statistics.median(first[2] for first in results[1])
     benchmark.extra_info["table"] = rows

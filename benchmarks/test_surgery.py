@@ -14,9 +14,10 @@ from pytest_benchmark.fixture import BenchmarkFixture
 import s3d_fast as s3d
 from benchmarks.compare import clone_bandwidth, compare, copy_bandwidth, plain_pytorch
 from benchmarks.device import BACKEND, DEVICE
-from s3d_fast import ops, surgery
+from s3d_fast.backends import operations
+from s3d_fast.maths.reference import Widening
 from s3d_fast.models import MobileNetV1
-from s3d_fast.reference import Growth
+from s3d_fast.splitting import surgery
 
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
 
@@ -94,18 +95,18 @@ def test_all_tensors(benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatc
     benchmark.group = "surgery"
     model, optimizer = trained()
     plan = random_plan(model, 0.35)
-    growths: list[Growth] = []
+    growths: list[Widening] = []
 
-    def record(all_growths: Sequence[Growth]) -> list[torch.Tensor]:
+    def record(all_growths: Sequence[Widening]) -> list[torch.Tensor]:
         growths.extend(all_growths)
-        return ops.grow_weights(all_growths)
+        return operations.grow_weights(all_growths)
 
     monkeypatch.setattr(surgery, "grow_weights", record)
     s3d.apply_splits(model, plan, 0.01, optimizer)
 
     def grow(backend: str) -> list[torch.Tensor]:
         with torch.no_grad():
-            return ops.grow_weights(growths, backend=backend)
+            return operations.grow_weights(growths, backend=backend)
 
     after = grow(BACKEND)
     for expected, found in zip(grow("reference"), after, strict=True):

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from tqdm import tqdm
 
-from s3d_fast.activations import activation, activation_names
 from s3d_fast.kernels import (
     curvature,
     edgeconv,
@@ -31,10 +30,11 @@ from s3d_fast.kernels import (
     surgery,
     tridiagonal,
 )
-from s3d_fast.kernels.compiled import TARGETS, Compiled, Source, Target, compile_source
+from s3d_fast.kernels.compiled import TARGETS, Compiled, KernelSource, Target, compile_source
 from s3d_fast.kernels.device import INTERPRETED
 from s3d_fast.kernels.launch import Config
 from s3d_fast.kernels.products import DTYPES, product_form, wants_filters_along_threads
+from s3d_fast.maths.activations import activation, activation_names
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # What the rows are stored as and, where it is not "highest", the precision.
@@ -44,7 +44,7 @@ EVERYTHING = (*CHECKED, "fp16", "fp64", "fp32 high", "bf16 medium", "fp16 medium
 MANY_FILTERS = 1024
 
 
-class Sources:
+class KernelSources:
     """The kernels for one target and one dtype of the rows, in their default configurations.
 
     Each matrix kernel comes as it is for layers without a bias whose sizes are multiples of 16, and as "general": with
@@ -63,7 +63,7 @@ class Sources:
             "products": f"*{self.number}", "table": "*i64", "order": "*i32", "start": "*i32", "winner": "*i32",
         }  # fmt: skip
 
-    def __iter__(self) -> Iterator[Source]:
+    def __iter__(self) -> Iterator[KernelSource]:
         for is_general in (False, True):
             yield from self.pointwise(is_general)
             yield from self.wide(is_general)
@@ -85,14 +85,14 @@ class Sources:
         aligned: Sequence[str] = (),
         types: dict[str, str] | None = None,
         uses_products: bool = True,
-    ) -> Source:
+    ) -> KernelSource:
         types = {**self.types, **(types or {})}
         constants = {key: value for key, value in constants.items() if key in function.arg_names}
         aligned = [key for key in aligned if key in function.arg_names and key not in constants]
         own = {key: value for key, value in types.items() if key in function.arg_names and key not in constants}
         pointers = [key for key in own if own[key].startswith("*")]
         on_tensor_cores = uses_products and self.form != "ieee"
-        return Source(
+        return KernelSource(
             name, function, self.kind, label, own, constants, [*pointers, *aligned], warps, stages, on_tensor_cores
         )
 
@@ -106,7 +106,7 @@ class Sources:
             return constants, ()
         return {**constants, "x_column": 1, "c_column": 1}, sizes
 
-    def pointwise(self, is_general: bool) -> Iterator[Source]:
+    def pointwise(self, is_general: bool) -> Iterator[KernelSource]:
         for width in grouped.WIDTHS:
             for filters in (MANY_FILTERS,) if is_general else (16, MANY_FILTERS):
                 config = pointwise.configs(self.device, self.form, self.stored, width, filters)[0]
@@ -124,7 +124,7 @@ class Sources:
                         config.warps, config.stages, aligned,
                     )  # fmt: skip
 
-    def wide(self, is_general: bool) -> Iterator[Source]:
+    def wide(self, is_general: bool) -> Iterator[KernelSource]:
         project, accumulate = pointwise_wide.configs(self.device, self.form, self.stored, not is_general)[0]
         product = pointwise_wide.product_storage(self.form, self.stored)[1]
         types = {"U": f"*{next(name for name, dtype in STORED.items() if dtype == product)}"}
@@ -142,7 +142,7 @@ class Sources:
             accumulate.warps, accumulate.stages, aligned, types,
         )  # fmt: skip
 
-    def edgeconv(self, is_general: bool) -> Iterator[Source]:
+    def edgeconv(self, is_general: bool) -> Iterator[KernelSource]:
         product, sums = edgeconv.configs(self.device, self.form, self.stored)[0]
         for name, is_second, is_atomic in (
             ("points", False, False),
@@ -169,7 +169,7 @@ class Sources:
             aligned=() if is_general else ("L", "M"), uses_products=False,
         )  # fmt: skip
 
-    def grouped(self, is_general: bool) -> Iterator[Source]:
+    def grouped(self, is_general: bool) -> Iterator[KernelSource]:
         # Filters that leave take the alignment of C with them.
         for x_aligned, c_aligned in ((False, False),) if is_general else ((True, True), (True, False)):
             config = grouped.configs(self.device, self.form, self.stored, x_aligned)[0]
@@ -189,14 +189,14 @@ class Sources:
             launch.SUM_WARPS, uses_products=False,
         )  # fmt: skip
 
-    def sums(self) -> Iterator[Source]:
+    def sums(self) -> Iterator[KernelSource]:
         constants = {"BLOCK": launch.SUM_BLOCK}
         yield self.source(
             launch.sum_slices_kernel, "sum of slices", str(launch.SUM_BLOCK), constants, launch.SUM_WARPS,
             uses_products=False,
         )  # fmt: skip
 
-    def curvature(self) -> Iterator[Source]:
+    def curvature(self) -> Iterator[KernelSource]:
         number = DTYPES[torch.float64 if self.dtype == "fp64" else torch.float32]
         types = {name: f"*{self.dtype}" for name in ("g", "z", "scale", "out")}
         acts = [activation(name) for name in activation_names()] + [activation("gelu", approximate="tanh")]
@@ -208,7 +208,7 @@ class Sources:
                 types=types, uses_products=False,
             )  # fmt: skip
 
-    def surgery(self) -> Iterator[Source]:
+    def surgery(self) -> Iterator[KernelSource]:
         everything = ("ROW_SCALE", "SHIFT", "SHIFT_ROWS", "REPEAT", "COLUMN_SCALE")
         constants = {name: True for name in everything} | {"BR": surgery.ROWS, "BC": surgery.COLUMNS}
         constants["NUMBER"] = tl.float64 if self.dtype == "fp64" else tl.float32
@@ -219,7 +219,7 @@ class Sources:
             types=types, uses_products=False,
         )  # fmt: skip
 
-    def lanczos(self) -> Iterator[Source]:
+    def lanczos(self) -> Iterator[KernelSource]:
         # Vectors are float32 whatever the rows are.
         if self.kind not in ("fp32", "fp64"):
             return
@@ -248,7 +248,7 @@ def _label(config: Config) -> str:
     return f"{sizes}, {config.warps} warps, {config.stages} stages"
 
 
-def faults(compiled: Compiled, source: Source) -> list[str]:
+def faults(compiled: Compiled, source: KernelSource) -> list[str]:
     """Return what is wrong with a compiled kernel."""
     found = []
     if compiled.spills:
@@ -264,7 +264,7 @@ def faults(compiled: Compiled, source: Source) -> list[str]:
 def _compile(job: tuple[str, str, int]) -> tuple[Compiled | None, list[str]]:
     """Compile the source of a number, which is all that needs to go from one process to another."""
     target, kind, index = job
-    source = list(Sources(TARGETS[target], kind))[index]
+    source = list(KernelSources(TARGETS[target], kind))[index]
     where = f"{source.name} ({source.config}) for {target} in {kind}"
     try:
         compiled = compile_source(source, TARGETS[target])
@@ -279,7 +279,7 @@ def check(targets: Sequence[str], kinds: Sequence[str], processes: int = 2) -> t
         (target, kind, index)
         for target in targets
         for kind in kinds
-        for index in range(len(list(Sources(TARGETS[target], kind))))
+        for index in range(len(list(KernelSources(TARGETS[target], kind))))
     ]
     with ProcessPoolExecutor(processes) as pool:
         results = list(tqdm(pool.map(_compile, jobs), total=len(jobs), desc="kernels", disable=None))

@@ -60,7 +60,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Source:
+class KernelSource:
     """A kernel with everything that its compilation depends on."""
 
     name: str
@@ -75,7 +75,7 @@ class Source:
     on_tensor_cores: bool
 
 
-def compile_source(source: Source, target: Target) -> Compiled:
+def compile_source(source: KernelSource, target: Target) -> Compiled:
     """Compile a kernel and return what came out; errors of the compiler are raised as they come."""
     names = source.function.arg_names
     signature = {name: "constexpr" if name in source.constants else source.types.get(name, "i32") for name in names}

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s3d_fast.activations import Activation
 from s3d_fast.kernels import launch
+from s3d_fast.maths.activations import Activation
 
 BLOCK, WARPS = 1024, 4
 

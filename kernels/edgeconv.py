@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s3d_fast.incoming import Incoming
 from s3d_fast.kernels import launch
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Config, tile_offsets
+from s3d_fast.kernels.options import current
 from s3d_fast.kernels.products import product_form, rows_times, times_rows, wants_filters_along_threads
-from s3d_fast.triton_options import current
+from s3d_fast.maths.incoming import Incoming
 
 
 @triton.jit

@@ -21,9 +21,9 @@ from torch import Tensor
 from s3d_fast.kernels import launch, pointwise, pointwise_wide
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Config
+from s3d_fast.kernels.options import current
 from s3d_fast.kernels.pointwise import WIDEST, fused_rows, store_sums
 from s3d_fast.kernels.products import DTYPES, product_form, wants_filters_along_threads
-from s3d_fast.triton_options import current
 
 WIDTHS = (16, 32, 64, 128, 256)
 # Rows farther apart than this leave 32 bits inside a tile.
@@ -122,7 +122,7 @@ def sum_layers_kernel(table, partial, out, layers, BIAS: tl.constexpr, LAYERS: t
     tl.store(out + tl.load(row + OUT) + i, total, mask=inside)
 
 
-class Layer(NamedTuple):
+class Member(NamedTuple):
     """The arguments of one `splitting_matvec`."""
 
     X: Tensor
@@ -188,10 +188,10 @@ def shared_memory(config: GroupedConfig, device: Device, form: str, stored: torc
 
 
 @dataclass(frozen=True)
-class Plan:
+class Table:
     """A table on the device, and what a launch needs to know of it."""
 
-    table: Tensor
+    entries: Tensor
     tiles: int
     sums: int
     partial_size: int
@@ -201,15 +201,15 @@ class Plan:
 
 
 # Addresses, shapes and strides determine a table, which can therefore be used again: by every step of a solver.
-_PLANS: OrderedDict[Hashable, Plan] = OrderedDict()
-_PLANS_LOCK = threading.Lock()
-MOST_PLANS = 64
+_TABLES: OrderedDict[Hashable, Table] = OrderedDict()
+_TABLES_LOCK = threading.Lock()
+MOST_TABLES = 64
 # The widths that a kernel has been compiled for: more than are needed cost less than compiling when a layer is done.
 _PRESENT: dict[Hashable, int] = {}
 LEAST_LAYERS = 32
 
 
-def splitting_matvec_grouped(layers: Sequence[Layer]) -> list[Tensor]:
+def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
     """Return S v for every layer."""
     results: list[Tensor | None] = [None] * len(layers)
     groups: dict[Hashable, list[int]] = {}
@@ -230,7 +230,7 @@ def splitting_matvec_grouped(layers: Sequence[Layer]) -> list[Tensor]:
     return [result for result in results if result is not None]
 
 
-def _alignment(layer: Layer) -> tuple[bool, bool]:
+def _alignment(layer: Member) -> tuple[bool, bool]:
     """Return whether all that is known of X and V, and of C, is a multiple of 16."""
     X, C, V, _ = layer
     of_x = (X.data_ptr(), V.data_ptr(), X.shape[1], X.stride(0))
@@ -238,7 +238,7 @@ def _alignment(layer: Layer) -> tuple[bool, bool]:
     return all(number % 16 == 0 for number in of_x), all(number % 16 == 0 for number in of_c)
 
 
-def _run(layers: Sequence[Layer]) -> list[Tensor]:
+def _run(layers: Sequence[Member]) -> list[Tensor]:
     first = layers[0]
     vectors = [layer.V.contiguous() for layer in layers]
     device, stored, number = describe(first.X.device), first.X.dtype, first.V.dtype
@@ -249,22 +249,22 @@ def _run(layers: Sequence[Layer]) -> list[Tensor]:
     LAYERS = max(LEAST_LAYERS, triton.next_power_of_2(len(layers)))
 
     def run(config: GroupedConfig) -> list[Tensor]:
-        plan = _plan(layers, vectors, config, device)
-        _PRESENT[kind] = _PRESENT.get(kind, 0) | plan.present
-        partial = first.X.new_empty(plan.partial_size, dtype=number)
-        out = first.X.new_empty(plan.out_size, dtype=number)
-        grouped_kernel[(min(plan.tiles, config.per_processor * device.processors),)](
-            plan.table, partial, len(layers), plan.tiles, 1,
+        table = _table(layers, vectors, config, device)
+        _PRESENT[kind] = _PRESENT.get(kind, 0) | table.present
+        partial = first.X.new_empty(table.partial_size, dtype=number)
+        out = first.X.new_empty(table.out_size, dtype=number)
+        grouped_kernel[(min(table.tiles, config.per_processor * device.processors),)](
+            table.entries, partial, len(layers), table.tiles, 1,
             ROWS=DTYPES[stored], K=1 if one_each else 2, BIAS=first.bias, X_ALIGNED=x_aligned, C_ALIGNED=c_aligned,
             FORM=form, ACROSS=wants_filters_along_threads(form, device), LAYERS=LAYERS, PRESENT=_PRESENT[kind],
             TILES=sum(config.tiles, ()),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
-        sum_layers_kernel[(plan.sums,)](
-            plan.table, partial, out, len(layers), BIAS=first.bias, LAYERS=LAYERS, BLOCK=launch.SUM_BLOCK,
+        sum_layers_kernel[(table.sums,)](
+            table.entries, partial, out, len(layers), BIAS=first.bias, LAYERS=LAYERS, BLOCK=launch.SUM_BLOCK,
             num_warps=launch.SUM_WARPS,
         )  # fmt: skip
-        return [out[offset:][: V.numel()].view(V.shape) for offset, V in zip(plan.out_offsets, vectors, strict=True)]
+        return [out[offset:][: V.numel()].view(V.shape) for offset, V in zip(table.out_offsets, vectors, strict=True)]
 
     with launch.on_device(first.X):
         shapes = tuple((layer.X.shape, V.shape) for layer, V in zip(layers, vectors, strict=True))
@@ -272,30 +272,30 @@ def _run(layers: Sequence[Layer]) -> list[Tensor]:
         return run(launch.choose(key, configs(device, form, stored, x_aligned), run))
 
 
-def _plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Plan:
+def _table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
     identities = (_identity(layer, V) for layer, V in zip(layers, vectors, strict=True))
     where = layers[0].X.device
     # A table is filled on the stream of its first use, and only calls that follow on that stream may read it.
     stream = torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
     key = (config, where, stream, layers[0].X.dtype, *identities)
-    with _PLANS_LOCK:
-        if key in _PLANS:
-            _PLANS.move_to_end(key)
-            return _PLANS[key]
+    with _TABLES_LOCK:
+        if key in _TABLES:
+            _TABLES.move_to_end(key)
+            return _TABLES[key]
         if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a grouped product must have run once, with these tensors, before a graph captures it")
-        plan = _PLANS[key] = make_plan(layers, vectors, config, device)
-        if len(_PLANS) > MOST_PLANS:
-            _PLANS.popitem(last=False)
-        return plan
+        table = _TABLES[key] = make_table(layers, vectors, config, device)
+        if len(_TABLES) > MOST_TABLES:
+            _TABLES.popitem(last=False)
+        return table
 
 
-def _identity(layer: Layer, V: Tensor) -> Hashable:
+def _identity(layer: Member, V: Tensor) -> Hashable:
     X, C = layer.X, layer.C
     return X.data_ptr(), C.data_ptr(), V.data_ptr(), X.shape, C.shape[1], V.shape, X.stride(0), C.stride(0)
 
 
-def make_plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Plan:
+def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
     """Return the table of some layers, with the work of each shared out over tiles."""
     widths = [WIDTHS.index(launch.power_of_two(layer.X.shape[1], WIDTHS[0], WIDTHS[-1])) for layer in layers]
     blocks = [
@@ -341,4 +341,4 @@ def make_plan(layers: Sequence[Layer], vectors: Sequence[Tensor], config: Groupe
     table = torch.tensor(rows, dtype=torch.int64)
     if layers[0].X.is_cuda:
         table = table.pin_memory().to(layers[0].X.device, non_blocking=True)
-    return Plan(table, tiles, sums, partial, offsets, out, sum({1 << width for width in widths}))
+    return Table(table, tiles, sums, partial, offsets, out, sum({1 << width for width in widths}))

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels.device import INTERPRETED, Device
-from s3d_fast.triton_options import current
+from s3d_fast.kernels.options import current
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from s3d_fast.kernels import launch
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Config, tile_offsets
+from s3d_fast.kernels.options import current
 from s3d_fast.kernels.products import product_form, rows_times, times_rows, wants_filters_along_threads
-from s3d_fast.triton_options import current
 
 # The widest row whose products a program keeps in registers.
 WIDEST = 256

@@ -15,6 +15,7 @@ from torch import Tensor
 from s3d_fast.kernels import launch
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Config, tile_offsets
+from s3d_fast.kernels.options import current
 from s3d_fast.kernels.products import (
     dot,
     leading_part,
@@ -23,7 +24,6 @@ from s3d_fast.kernels.products import (
     times_rows,
     wants_filters_along_threads,
 )
-from s3d_fast.triton_options import current
 
 
 @triton.jit(do_not_specialize=["begin", "end"])

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import launch
-from s3d_fast.reference import Growth
+from s3d_fast.maths.reference import Widening
 
 ROWS, COLUMNS, WARPS = 4, 256, 4
 
@@ -57,9 +57,9 @@ def grow_kernel(
     tl.store(out + r[:, None] * new_size + c[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
-def grow_weight(growth: Growth) -> Tensor:
+def grow_weight(widening: Widening) -> Tensor:
     """Return a weight after splits: see `s3d_fast.reference.grow_weight`. Indices must be in range."""
-    weight, rows, columns = growth.weight.contiguous(), growth.rows.contiguous(), growth.columns
+    weight, rows, columns = widening.weight.contiguous(), widening.rows.contiguous(), widening.columns
     shape = [len(rows), *weight.shape[1:]]
     if columns is not None:
         shape[1] = len(columns)
@@ -67,10 +67,10 @@ def grow_weight(growth: Growth) -> Tensor:
     if out.numel() == 0:
         return out
     old_size, new_size = weight[0].numel(), out[0].numel()
-    given = [tensor if tensor is None else tensor.contiguous() for tensor in growth[2:7]]
+    given = [tensor if tensor is None else tensor.contiguous() for tensor in widening[2:7]]
     row_scale, shift, shift_rows, columns, column_scale = given
     # A number of its own dtype: what is passed by value would be rounded to float32.
-    shift_scale = torch.full((1,), growth.shift_scale, dtype=torch.float64, device=weight.device)
+    shift_scale = torch.full((1,), widening.shift_scale, dtype=torch.float64, device=weight.device)
     with launch.on_device(weight):
         grow_kernel[(triton.cdiv(new_size, COLUMNS), triton.cdiv(len(rows), ROWS))](
             weight,

@@ -1,24 +1,6 @@
 """Signed splitting steepest descent: grow PyTorch networks by splitting neurons, fast."""
 
-from s3d_fast import schedules
-from s3d_fast.activations import Activation, Gaussian, activation, activation_names
-from s3d_fast.capture import Captured, capture, plan_capture
-from s3d_fast.capture_plan import CapturePlan
-from s3d_fast.checkpoint import load_grown, save_grown
-from s3d_fast.costs import Cost, count, marginal
-from s3d_fast.graph import Graph, Unit
-from s3d_fast.growth import Grower, Phase
-from s3d_fast.incoming import Incoming, incoming_edges
-from s3d_fast.layers import register_layer
-from s3d_fast.operators import (
-    ConvOperator,
-    DenseOperator,
-    EdgeConvOperator,
-    PointwiseOperator,
-    SplittingOperator,
-    SumOperator,
-)
-from s3d_fast.ops import (
+from s3d_fast.backends.operations import (
     add_splitting_matrices,
     conv_matvec,
     curvature_coefficients,
@@ -27,16 +9,36 @@ from s3d_fast.ops import (
     splitting_matvec,
     splitting_matvec_grouped,
 )
-from s3d_fast.plan import NeuronSplit, SplitPlan
-from s3d_fast.schemes import Split, optimal_split, split_gain
-from s3d_fast.selection import select
+from s3d_fast.base.version import VERSION
+from s3d_fast.capture.all_batches import Captured, capture, plan_capture
+from s3d_fast.capture.budget import CapturePlan
+from s3d_fast.growth import schedules
+from s3d_fast.growth.checkpoint import load_grown, save_grown
+from s3d_fast.growth.grower import Grower
+from s3d_fast.growth.record import Phase
+from s3d_fast.growth.training import EpochTrainer
+from s3d_fast.kernels.options import TritonOptions, triton_options
+from s3d_fast.maths.activations import Activation, Gaussian, activation, activation_names
+from s3d_fast.maths.incoming import Incoming, incoming_edges
+from s3d_fast.maths.schemes import Split, optimal_split, split_gain
+from s3d_fast.network.costs import Cost, count, marginal
+from s3d_fast.network.graph import Graph, Unit
+from s3d_fast.network.layers import register_layer
+from s3d_fast.network.tracing import trace
+from s3d_fast.operators import (
+    ConvOperator,
+    DenseOperator,
+    EdgeConvOperator,
+    PointwiseOperator,
+    SplittingOperator,
+    SumOperator,
+)
 from s3d_fast.solvers import Spectrum, extremal_eigenpairs
-from s3d_fast.surgery import apply_splits
-from s3d_fast.tracing import trace
-from s3d_fast.training import EpochTrainer
-from s3d_fast.triton_options import TritonOptions, triton_options
+from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
+from s3d_fast.splitting.selection import select
+from s3d_fast.splitting.surgery import apply_splits
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Activation",

@@ -13,7 +13,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import pytest
 import torch
 
-from s3d_fast import extension
+from s3d_fast.backends import extension
 
 # The shapes here are small: handing work to a second thread costs more than it saves, and varies from run to run.
 torch.set_num_threads(1)

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from s3d_fast import data, growth
-from s3d_fast.distributed import World, joined
-from s3d_fast.growth import Phase
+from s3d_fast import data
+from s3d_fast.base.world import World, joined
+from s3d_fast.growth import grower as growth
+from s3d_fast.growth.record import Epoch, Phase
+from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.recipes import recipe
 from s3d_fast.recipes.running import Job, run
-from s3d_fast.training import Epoch, EpochTrainer
 from tests import grow_worker
 
 TINY = recipe("digits").with_settings(

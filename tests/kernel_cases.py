@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import ops, reference
+from s3d_fast.backends import operations
 from s3d_fast.kernels import device, launch
 from s3d_fast.kernels.compiled import TARGETS
 from s3d_fast.kernels.device import Device
+from s3d_fast.maths import reference
 from tests.cases import DTYPE_NAMES, TOLERANCE, relative_error
 from tests.extension_cases import COMPUTE_DTYPES, DTYPES, doubles
 
@@ -82,7 +83,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> 
 
 def matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool = False) -> Tensor:
     """Return S v by the Triton backend."""
-    return ops.splitting_matvec(X, C, V, bias=bias, backend="triton")
+    return operations.splitting_matvec(X, C, V, bias=bias, backend="triton")
 
 
 def assert_matvec(

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from s3d_fast.graph import Graph
 from s3d_fast.models import DGCNN, MLP, VGG19, MobileNetV1, ResNet, TransformerBlock
-from s3d_fast.plan import NeuronSplit, SplitPlan
+from s3d_fast.network.graph import Graph
+from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 
 MakeActivation = Callable[[], nn.Module]
 

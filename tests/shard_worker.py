@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import s3d_fast as s3d
-from s3d_fast.checkpoint import optimizer_tensors
-from s3d_fast.distributed import World, joined
+from s3d_fast.base.world import World, joined
+from s3d_fast.growth.checkpoint import optimizer_tensors
+from s3d_fast.growth.record import Epoch
+from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.models import DGCNN, MobileNetV1
-from s3d_fast.training import Epoch, EpochTrainer
 
 # In 3 processes they are 3, 3 and 2.
 BATCHES = 8

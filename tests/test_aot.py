@@ -126,7 +126,7 @@ GOOD = Compiled("pointwise", "sm_80", "bf16", "32x64x64", 128, 40000, 0, 96, 100
     ],
 )
 def test_faults_are_found(change: dict[str, int], fault: str) -> None:
-    source = next(iter(aot.Sources(TARGETS["sm_80"], "bf16")))
+    source = next(iter(aot.KernelSources(TARGETS["sm_80"], "bf16")))
     assert source.on_tensor_cores
     assert aot.faults(GOOD, source) == []
     (found,) = aot.faults(replace(GOOD, **change), source)

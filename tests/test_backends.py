@@ -21,10 +21,11 @@ from s3d_fast import (
     SumOperator,
     activation,
     extremal_eigenpairs,
-    ops,
 )
-from s3d_fast.reference import Growth
-from s3d_fast.solvers.auto import prefers_exact
+from s3d_fast.backends import choice, operations
+from s3d_fast.backends.choice import choose
+from s3d_fast.maths.reference import Widening
+from s3d_fast.operators.cost import prefers_exact
 from tests.cases import CONVS, EDGES, EdgeCase, RowsCase, random_vectors, relative_error
 from tests.extension_cases import good_calls
 from tests.test_operators import operator_of
@@ -38,27 +39,27 @@ ROWS_INDEX = torch.tensor([0, 0, 4])
 
 # The tensors that a gradient may be asked of, and the call.
 CALLS: dict[str, tuple[tuple[Tensor, ...], Callable[..., Tensor]]] = {
-    "splitting_matvec": ((X, C, V), lambda *t, backend: ops.splitting_matvec(*t, backend=backend)),
+    "splitting_matvec": ((X, C, V), lambda *t, backend: operations.splitting_matvec(*t, backend=backend)),
     "splitting_matvec_grouped": (
         (X, C, V),
-        lambda *t, backend: ops.splitting_matvec_grouped(*([a, a] for a in t), backend=backend)[1],
+        lambda *t, backend: operations.splitting_matvec_grouped(*([a, a] for a in t), backend=backend)[1],
     ),
-    "splitting_matrices": ((X, C), lambda *t, backend: ops.splitting_matrices(*t, backend=backend)),
+    "splitting_matrices": ((X, C), lambda *t, backend: operations.splitting_matrices(*t, backend=backend)),
     "edgeconv_matvec": (
         (POINTS, POINTS_C, random_vectors(5, 8)),
-        lambda x, c, v, backend: ops.edgeconv_matvec(x, NEIGHBOURS.gather(2, SLOT), c, v, backend=backend),
+        lambda x, c, v, backend: operations.edgeconv_matvec(x, NEIGHBOURS.gather(2, SLOT), c, v, backend=backend),
     ),
     "curvature_coefficients": (
         (X, X.sin(), X[0]),
-        lambda g, z, s, backend: ops.curvature_coefficients(g, z, activation("silu"), s, backend=backend),
+        lambda g, z, s, backend: operations.curvature_coefficients(g, z, activation("silu"), s, backend=backend),
     ),
     "grow_weights": (
         (V, V[:3, 0], V[:3]),
-        lambda w, s, d, backend: ops.grow_weights([Growth(w, ROWS_INDEX, s, d)] * 2, backend=backend)[1],
+        lambda w, s, d, backend: operations.grow_weights([Widening(w, ROWS_INDEX, s, d)] * 2, backend=backend)[1],
     ),
     "symmetric_extremes": (
         (X.T @ X * torch.ones(2, 1, 1),),
-        lambda s, backend: ops.symmetric_extremes(s, backend=backend)[0],
+        lambda s, backend: choose(backend, s).symmetric_extremes(s)[0],
     ),
 }
 every_call = pytest.mark.parametrize("name", CALLS)
@@ -108,13 +109,13 @@ def test_auto_lets_gradients_flow(name: str) -> None:
 def test_coefficients_are_laid_out_as_their_gradient_is(backend: str, mixed: bool) -> None:
     g, z, scale = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5), torch.rand(3)
     act = activation("silu")
-    expected = ops.curvature_coefficients(g, z, act, scale, backend="reference")
+    expected = operations.curvature_coefficients(g, z, act, scale, backend="reference")
     last = g.contiguous(memory_format=torch.channels_last)
     other = z if mixed else z.contiguous(memory_format=torch.channels_last)
-    found = ops.curvature_coefficients(last, other, act, scale, backend=backend)
+    found = operations.curvature_coefficients(last, other, act, scale, backend=backend)
     assert relative_error(found, expected) < 1e-6
     assert mixed or found.is_contiguous(memory_format=torch.channels_last)
-    assert ops.curvature_coefficients(last, other, act, scale, inplace=True, backend=backend) is last
+    assert operations.curvature_coefficients(last, other, act, scale, inplace=True, backend=backend) is last
     assert relative_error(last, expected) < 1e-6
     assert last.is_contiguous(memory_format=torch.channels_last)
 
@@ -123,14 +124,14 @@ def test_coefficients_are_laid_out_as_their_gradient_is(backend: str, mixed: boo
 def test_auto_takes_the_reference_for_16_bits_and_for_activations_of_your_own(name: str) -> None:
     act = activation(name)
     own = s3d.Activation("own", act.function, act.first, act.curvature, act.kinks)
-    expected = ops.curvature_coefficients(X, X.sin(), act, backend="reference")
-    assert relative_error(ops.curvature_coefficients(X, X.sin(), own), expected) < 1e-12
-    half = ops.curvature_coefficients(X.bfloat16(), X.sin().bfloat16(), act)
+    expected = operations.curvature_coefficients(X, X.sin(), act, backend="reference")
+    assert relative_error(operations.curvature_coefficients(X, X.sin(), own), expected) < 1e-12
+    half = operations.curvature_coefficients(X.bfloat16(), X.sin().bfloat16(), act)
     assert half.dtype == torch.bfloat16
     assert relative_error(half, expected) < 0.05
     for g, chosen in ((X, own), (X.bfloat16(), act)):
         with pytest.raises(RuntimeError, match="backend 'cpu' cannot be used"):
-            ops.curvature_coefficients(g, g, chosen, backend="cpu")
+            operations.curvature_coefficients(g, g, chosen, backend="cpu")
 
 
 def layers() -> dict[str, SplittingOperator]:
@@ -215,16 +216,19 @@ import sys
 {hide}
 import torch
 import s3d_fast as s3d
-from s3d_fast import env, ops, reference
+from s3d_fast import env
+from s3d_fast.backends import choice, operations
+from s3d_fast.backends.choice import choose
+from s3d_fast.maths import reference
 
 assert s3d.extension.module is None
 X, C, V = torch.rand(6, 4), torch.rand(6, 3), torch.rand(3, 4)
-assert torch.equal(ops.splitting_matvec(X, C, V), reference.splitting_matvec(X, C, V))
+assert torch.equal(operations.splitting_matvec(X, C, V), reference.splitting_matvec(X, C, V))
 assert s3d.extremal_eigenpairs((X, C), solver="auto").converged.all()
-(weight,) = ops.grow_weights([reference.Growth(V, torch.tensor([0, 0, 1, 2]))])
+(weight,) = operations.grow_weights([reference.Widening(V, torch.tensor([0, 0, 1, 2]))])
 assert weight.shape == (4, 4)
 try:
-    ops.splitting_matvec(X, C, V, backend="cpu")
+    operations.splitting_matvec(X, C, V, backend="cpu")
 except RuntimeError as error:
     print("raised:", error)
 for name, state in env.report().items():
@@ -271,7 +275,7 @@ except ModuleNotFoundError as error:
 
 def test_env_prints_every_backend() -> None:
     printed = python("-m", "s3d_fast.env")
-    assert all(f"backend {name}" in printed for name in ops.BACKENDS if name != "auto")
+    assert all(f"backend {name}" in printed for name in choice.NAMES if name != "auto")
     if s3d.extension.module is not None:
         assert all(name in printed for name in s3d.extension.module.compiled_isas())
         assert f"{s3d.extension.module.available_isas()[0]} (in use)" in printed

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import s3d_fast as s3d
-from s3d_fast import extension, triton_kernels
+from s3d_fast.backends import choice, extension
 
 X, C, V = torch.ones(6, 4), torch.ones(6, 3), torch.ones(3, 4)
 IMAGE, IMAGE_C, IMAGE_V = torch.ones(2, 2, 5, 5), torch.ones(2, 3, 3, 3), torch.ones(3, 18)
@@ -418,7 +418,7 @@ class TestBackend:
     def test_without_the_interpreter_triton_says_how_to_get_it(
         self, call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(triton_kernels, "is_interpreted", lambda: False)
+        monkeypatch.setattr(choice, "is_interpreted", lambda: False)
         wanted = r"backend 'triton' cannot be used: .*interpreted only: set TRITON_INTERPRET=1"
         with pytest.raises(RuntimeError, match=wanted):
             call("triton")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import s3d_fast as s3d
-from s3d_fast.baselines import parameter_count, random_plan, scaled_widths
 from s3d_fast.models.mlp import MLP
 from s3d_fast.models.mobilenet import MobileNetV1
+from s3d_fast.recipes.baselines import parameter_count, random_plan, scaled_widths
 
 UNITS = ["layers.0", "layers.2"]
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import Captured, Graph, NeuronSplit, SplitPlan, SumOperator, apply_splits, batch_capture, capture, trace
-from s3d_fast.folding import foldable
+from s3d_fast import Captured, Graph, NeuronSplit, SplitPlan, SumOperator, apply_splits, capture, trace
+from s3d_fast.capture import one_batch as batch_capture
+from s3d_fast.capture.folding import foldable
 from tests.cases import random_vectors, relative_error
 from tests.model_cases import (
     BY_NAME,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import s3d_fast as s3d
-from s3d_fast import checkpoint
+from s3d_fast.growth import checkpoint
 from s3d_fast.models.dgcnn import DGCNN
 from s3d_fast.models.mlp import MLP
 from s3d_fast.models.mobilenet import MobileNetV1

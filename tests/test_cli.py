@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import s3d_fast as s3d
 from s3d_fast import __version__, report
+from s3d_fast.base.tables import text_table
 from s3d_fast.cli import main
 from s3d_fast.recipes import RECIPES, recipe
-from s3d_fast.tables import text_table
 
 SMALL = ["--steps", "1", "--epochs", "2", "--widths", "2,3,4", "--train-samples", "64", "--test-samples", "20"]
 SMALL += ["--batch-size", "32", "--split-samples", "32", "--split-batch", "16"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from s3d_fast.distributed import ALONE
+from s3d_fast.base.world import ALONE
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import Activation, activation, activation_names, ops, reference
+from s3d_fast import Activation, activation, activation_names
+from s3d_fast.backends import operations
+from s3d_fast.maths import reference
 from tests.cases import TOLERANCE, EdgeCase, RowsCase, compute_dtype, random_vectors, relative_error
 from tests.extension_cases import (
     COMPUTE_DTYPES,
@@ -134,8 +136,8 @@ def test_dense_matrices_are_added_to_what_is_there(case: VectorsCase, weight: fl
 def test_dense_matrices_are_added_to_any_matrix_and_not_just_to_symmetric_ones() -> None:
     X, C = RowsCase(9, 4, 3).tensors()
     before = random_tensor(3, 4, 4, seed=4)
-    S = ops.add_splitting_matrices(before.clone(), X, C, backend="cpu")
-    expected = ops.add_splitting_matrices(before.clone(), X, C, backend="reference")
+    S = operations.add_splitting_matrices(before.clone(), X, C, backend="cpu")
+    expected = operations.add_splitting_matrices(before.clone(), X, C, backend="reference")
     assert relative_error(S, expected) < 1e-12
 
 
@@ -173,7 +175,7 @@ def test_curvature_agrees_with_the_reference(
             *doubles(g, z), act, None if scale is None else scale.double(), axis
         )
         given_g = g.clone()
-        C = ops.curvature_coefficients(given_g, z, act, scale, axis=axis, inplace=inplace, backend="cpu")
+        C = operations.curvature_coefficients(given_g, z, act, scale, axis=axis, inplace=inplace, backend="cpu")
         assert C.dtype == dtype
         assert (C is given_g) == inplace
         assert relative_error(C, expected) < TOLERANCE[dtype]
@@ -189,7 +191,7 @@ def test_curvature_is_right_for_extreme_inputs(act: Activation, dtype: torch.dty
     expected = reference.curvature_coefficients(*doubles(g, z), act, axis=0)
     finite = expected.isfinite()
     assert finite.sum() >= len(z) - 2
-    C = ops.curvature_coefficients(g, z, act, axis=0, backend="cpu")
+    C = operations.curvature_coefficients(g, z, act, axis=0, backend="cpu")
     assert relative_error(C[finite], expected[finite]) < TOLERANCE[dtype]
 
 
@@ -199,8 +201,8 @@ def test_curvature_of_nan_is_nan_as_in_the_reference(act: Activation, dtype: tor
     # As many NaN as fill several registers, and a remainder.
     z, g = torch.full((67,), torch.nan, dtype=dtype), torch.ones(67, dtype=dtype)
     expected = int(reference.curvature_coefficients(g, z, act, axis=0).isnan().sum())
-    assert int(ops.curvature_coefficients(g, z, act, axis=0, backend="cpu").isnan().sum()) == expected
-    assert ops.curvature_coefficients(z, g, act, axis=0, backend="cpu").isnan().all()
+    assert int(operations.curvature_coefficients(g, z, act, axis=0, backend="cpu").isnan().sum()) == expected
+    assert operations.curvature_coefficients(z, g, act, axis=0, backend="cpu").isnan().all()
 
 
 WEIGHT_SHAPES = ((5,), (5, 7), (5, 40), (4, 3, 5), (4, 6, 3, 3), (3, 2, 1, 17))

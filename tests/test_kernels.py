@@ -10,11 +10,12 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from s3d_fast import ops, reference
+from s3d_fast.backends import operations
 from s3d_fast.kernels import device, launch, pointwise, pointwise_wide
 from s3d_fast.kernels.launch import Config
+from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
-from s3d_fast.triton_options import triton_options
+from s3d_fast.maths import reference
 from tests.cases import TOLERANCE, RowsCase, random_vectors, relative_error
 from tests.extension_cases import DTYPES, LAYOUTS, VectorsCase, doubles, embedded, laid_out, random_tensor
 from tests.kernel_cases import (
@@ -363,7 +364,7 @@ def test_a_gpu_without_tf32_agrees_with_the_reference(precision: str, monkeypatc
         X, C, V = *case.tensors(), case.vectors()
         with triton_options(precision=precision):
             SV = assert_matvec(X, C, V, True, case)
-            (grouped,) = ops.splitting_matvec_grouped([X], [C], [V], bias=[True], backend="triton")
+            (grouped,) = operations.splitting_matvec_grouped([X], [C], [V], bias=[True], backend="triton")
         assert relative_error(grouped, SV) < TOLERANCE[dtype], case
 
 

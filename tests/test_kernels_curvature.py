@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import Activation, activation, activation_names, ops, reference
-from s3d_fast.activations import Kink
+from s3d_fast import Activation, activation, activation_names
+from s3d_fast.backends import operations
 from s3d_fast.kernels import surgery
-from s3d_fast.reference import Growth
+from s3d_fast.maths import reference
+from s3d_fast.maths.activations import Kink
+from s3d_fast.maths.reference import Widening
 from tests.cases import TOLERANCE, relative_error
 from tests.extension_cases import DTYPES, LAYOUTS, doubles, embedded, laid_out, random_tensor
 from tests.kernel_cases import every_dtype, poisoned, recorded  # noqa: F401
@@ -59,7 +61,7 @@ def assert_coefficients(C: Tensor, expected: Tensor, label: object = "") -> None
 
 
 def coefficients(g: Tensor, z: Tensor, act: Activation, scale: Tensor | None = None, **options: Any) -> Tensor:
-    return ops.curvature_coefficients(g, z, act, scale, backend="triton", **options)
+    return operations.curvature_coefficients(g, z, act, scale, backend="triton", **options)
 
 
 @every_activation
@@ -176,11 +178,11 @@ COLUMNS: dict[str, Callable[[int], list[int]]] = {
 }
 
 
-def assert_grown(growth: Growth, label: object = "") -> Tensor:
+def assert_grown(growth: Widening, label: object = "") -> Tensor:
     """Check a grown weight against the reference in float64, and that nothing else changed; return it."""
     tensors = [value for value in growth if isinstance(value, Tensor)]
     before = [tensor.clone() for tensor in tensors]
-    (grown,) = ops.grow_weights([growth], backend="triton")
+    (grown,) = operations.grow_weights([growth], backend="triton")
     wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in growth]
     expected = reference.grow_weight(*wide)
     assert (grown.shape, grown.dtype) == (expected.shape, growth.weight.dtype), label
@@ -195,7 +197,7 @@ def assert_grown(growth: Growth, label: object = "") -> Tensor:
     return grown
 
 
-def growths(shape: tuple[int, ...], dtype: torch.dtype, shifted: str, scaled: str) -> list[Growth]:
+def growths(shape: tuple[int, ...], dtype: torch.dtype, shifted: str, scaled: str) -> list[Widening]:
     """Return how a weight of this shape grows, with every choice of columns."""
     weight, rows = random_tensor(*shape, dtype=dtype), torch.tensor([*range(shape[0])[::-1], 0, 0, shape[0] - 1])
     M = len(rows)
@@ -214,7 +216,7 @@ def growths(shape: tuple[int, ...], dtype: torch.dtype, shifted: str, scaled: st
         column_scale = None
         if "columns" in scaled and len(shape) > 1 and (columns is not None or len(shape) == 2):
             column_scale = random_tensor(shape[1] if columns is None else len(columns), dtype=dtype, seed=3)
-        found.append(Growth(weight, rows, row_scale, shift, shift_rows, columns, column_scale, 0.3))
+        found.append(Widening(weight, rows, row_scale, shift, shift_rows, columns, column_scale, 0.3))
     return found
 
 
@@ -234,7 +236,7 @@ def test_columns_of_convolutions_are_scaled_whether_or_not_they_are_repeated() -
     # What follows the scale in memory is no number.
     scale = embedded(random_tensor(3, seed=3))[1][2:].clone()[:3]
     for columns in (None, torch.arange(3)):
-        assert_grown(Growth(weight, rows, columns=columns, column_scale=scale), columns)
+        assert_grown(Widening(weight, rows, columns=columns, column_scale=scale), columns)
 
 
 def test_the_scale_of_a_shift_is_not_rounded() -> None:
@@ -242,7 +244,7 @@ def test_the_scale_of_a_shift_is_not_rounded() -> None:
     shift = torch.ones(4, 5, dtype=torch.float64)
     for scale in (0.1, 1 / 3, 1e-300, 1e300, -2.5):
         for shift_rows in (None, torch.tensor([3, 2, 1, 0])):
-            growth = Growth(weight, rows, shift=shift, shift_rows=shift_rows, shift_scale=scale)
+            growth = Widening(weight, rows, shift=shift, shift_rows=shift_rows, shift_scale=scale)
             assert (assert_grown(growth) == scale).all(), scale
 
 
@@ -251,7 +253,7 @@ def test_weights_of_every_layout_agree_with_the_reference() -> None:
     for growth in growths((4, 6, 3), torch.float32, "by-rows", "rows-columns"):
         for _ in range(3):
             laid = [laid_out(x, next(layouts)) if isinstance(x, Tensor) else x for x in growth]
-            assert_grown(Growth(*laid))
+            assert_grown(Widening(*laid))
 
 
 def test_many_weights_grow_in_one_call() -> None:
@@ -260,11 +262,11 @@ def test_many_weights_grow_in_one_call() -> None:
         for shape, dtype in zip(WEIGHT_SHAPES, cycle(DTYPES))
         for growth in growths(shape, dtype, "by-rows", "rows")[:2]
     ]
-    grown = ops.grow_weights(given, backend="triton")
+    grown = operations.grow_weights(given, backend="triton")
     assert len(grown) == len(given)
     for weight, growth in zip(grown, given, strict=True):
         assert torch.equal(weight, assert_grown(growth))
-    assert ops.grow_weights([], backend="triton") == []
+    assert operations.grow_weights([], backend="triton") == []
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("rows", 0, 5), ("shift_rows", -1, 2), ("columns", 0, 7)])
@@ -277,7 +279,7 @@ def test_an_index_out_of_range_is_an_error_before_anything_happens(
         bad = getattr(good, name).clone()
         bad[at] = index
         with pytest.raises(IndexError, match=rf"{name} must lie in \[{low}, {high}\)"):
-            ops.grow_weights([good, good._replace(**{name: bad}), good], backend="triton")
+            operations.grow_weights([good, good._replace(**{name: bad}), good], backend="triton")
     assert not launches
     assert_grown(good)
 
@@ -289,11 +291,11 @@ def test_arguments_that_are_too_short_are_an_error(name: str) -> None:
     short = good._replace(**{name: getattr(good, name)[:-1]})
     for backend in ("cpu", "triton"):
         with pytest.raises((ValueError, IndexError, RuntimeError)):
-            ops.grow_weights([short], backend=backend)
+            operations.grow_weights([short], backend=backend)
 
 
 def test_columns_of_a_vector_are_an_error() -> None:
-    growth = Growth(random_tensor(3), torch.tensor([0, 1]))
+    growth = Widening(random_tensor(3), torch.tensor([0, 1]))
     for change in ({"columns": torch.tensor([0])}, {"column_scale": random_tensor(5)}):
         with pytest.raises((ValueError, IndexError, RuntimeError)):
-            ops.grow_weights([growth._replace(**change)], backend="triton")
+            operations.grow_weights([growth._replace(**change)], backend="triton")

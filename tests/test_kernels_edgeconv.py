@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import EdgeConvOperator, ops, reference
-from s3d_fast.incoming import Incoming, incoming_edges
+from s3d_fast import EdgeConvOperator
+from s3d_fast.backends import operations
 from s3d_fast.kernels import edgeconv, launch
+from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
-from s3d_fast.triton_options import triton_options
+from s3d_fast.maths import reference
+from s3d_fast.maths.incoming import Incoming, incoming_edges
 from tests.cases import TOLERANCE, EdgeCase, random_vectors, relative_error
 from tests.extension_cases import DTYPES, LAYOUTS, doubles, embedded, laid_out, random_tensor
 from tests.kernel_cases import (
@@ -50,7 +52,7 @@ def assert_product(
     """Check S v against the reference in float64, and that the arguments stay as they were; return it."""
     arguments = (X, winner, C, V, *(incoming or ()))
     before = [tensor.clone() for tensor in arguments]
-    SV = ops.edgeconv_matvec(X, winner, C, V, bias=bias, backend="triton", incoming=incoming)
+    SV = operations.edgeconv_matvec(X, winner, C, V, bias=bias, backend="triton", incoming=incoming)
     assert (SV.shape, SV.dtype) == (V.shape, V.dtype), label
     error = relative_error(SV, reference.edgeconv_matvec(X.double(), winner, *doubles(C, V), bias))
     assert error < TOLERANCE[X.dtype], f"{label}: error {error}"
@@ -183,7 +185,7 @@ def test_medium_precision_rounds_the_other_factor_and_no_more() -> None:
     for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
         X, winner, C, V = tensors_of(EdgeCase(2, 40, 20, 4, 5, dtype))
         with triton_options(precision="medium"):
-            SV = ops.edgeconv_matvec(X, winner, C, V, backend="triton")
+            SV = operations.edgeconv_matvec(X, winner, C, V, backend="triton")
         error = (SV.double() - reference.edgeconv_matvec(X.double(), winner, *doubles(C, V))).abs()
         assert (error <= rounding_bound(X, winner, C, V, unit)).all(), dtype
         assert error.max() > 0
@@ -237,7 +239,7 @@ def test_winners_out_of_range_are_an_error_before_anything_is_computed(monkeypat
     for bad in (-1, 13):
         winner[1, 3, 2] = bad
         with pytest.raises(ValueError, match=r"winner must lie in \[0, 13\), got indices from"):
-            ops.edgeconv_matvec(X, winner, C, V, backend="triton")
+            operations.edgeconv_matvec(X, winner, C, V, backend="triton")
     assert not launches
 
 
@@ -253,7 +255,7 @@ def test_incoming_edges_of_another_shape_are_an_error(monkeypatch: pytest.Monkey
     X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5))
     for other in (winner[..., :3], winner[:1], winner[:, :7].clamp(max=6)):
         with pytest.raises(ValueError, match="incoming must"):
-            ops.edgeconv_matvec(X, winner, C, V, backend="triton", incoming=incoming_edges(other))
+            operations.edgeconv_matvec(X, winner, C, V, backend="triton", incoming=incoming_edges(other))
 
 
 @pytest.mark.parametrize("fastest", [0, 1])

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import ops, reference
+from s3d_fast.backends import operations
 from s3d_fast.kernels import grouped, launch, pointwise, pointwise_wide
+from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
-from s3d_fast.triton_options import triton_options
+from s3d_fast.maths import reference
 from tests.cases import TOLERANCE, RowsCase, random_vectors, relative_error
 from tests.extension_cases import DTYPES, LAYOUTS, VectorsCase, doubles, embedded, laid_out, random_tensor
 from tests.kernel_cases import (
@@ -34,7 +35,7 @@ Layer = tuple[Tensor, Tensor, Tensor, bool]
 @pytest.fixture
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start without tables of earlier tests."""
-    monkeypatch.setattr(grouped, "_PLANS", type(grouped._PLANS)())
+    monkeypatch.setattr(grouped, "_TABLES", type(grouped._TABLES)())
 
 
 def layer_of(case: VectorsCase, seed: int = 0) -> Layer:
@@ -44,7 +45,7 @@ def layer_of(case: VectorsCase, seed: int = 0) -> Layer:
 def products(layers: Sequence[Layer]) -> list[Tensor]:
     """Return S v of every layer, in one call of the Triton backend."""
     X, C, V, bias = zip(*layers, strict=True) if layers else [[]] * 4
-    return ops.splitting_matvec_grouped(X, C, V, bias=bias, backend="triton")
+    return operations.splitting_matvec_grouped(X, C, V, bias=bias, backend="triton")
 
 
 def assert_products(layers: Sequence[Layer], label: object = "") -> list[Tensor]:
@@ -183,10 +184,10 @@ def test_what_a_launch_says_of_alignment_is_true(monkeypatch: pytest.MonkeyPatch
 def test_the_same_list_has_one_table_and_the_same_bits() -> None:
     layers = [layer_of(VectorsCase(700, 20, 9)), layer_of(VectorsCase(63, 9, 5))]
     first = assert_products(layers)
-    tables = list(grouped._PLANS.values())
+    tables = list(grouped._TABLES.values())
     assert len(tables) == 1
     assert all(map(torch.equal, products(layers), first))
-    assert list(grouped._PLANS.values()) == tables
+    assert list(grouped._TABLES.values()) == tables
 
 
 def test_new_contents_at_the_same_address_are_seen() -> None:
@@ -196,7 +197,7 @@ def test_new_contents_at_the_same_address_are_seen() -> None:
         for layer in layers:
             layer[position].copy_(random_tensor(*layer[position].shape, seed=7 + position))
         assert_products(layers, position)
-    assert len(grouped._PLANS) == 1
+    assert len(grouped._TABLES) == 1
 
 
 def test_other_tensors_of_the_same_shapes_are_seen() -> None:
@@ -224,10 +225,10 @@ def test_a_view_of_other_strides_or_shape_at_the_same_address_has_a_table_of_its
 
 
 def test_more_lists_than_tables_are_kept_for_agree_with_the_reference() -> None:
-    lists = [[layer_of(VectorsCase(5, 3, 2), seed)] for seed in range(grouped.MOST_PLANS + 3)]
+    lists = [[layer_of(VectorsCase(5, 3, 2), seed)] for seed in range(grouped.MOST_TABLES + 3)]
     for index, layers in enumerate(lists):
         assert_products(layers, index)
-        assert len(grouped._PLANS) <= grouped.MOST_PLANS
+        assert len(grouped._TABLES) <= grouped.MOST_TABLES
     for index in (0, 1, len(lists) - 1):
         assert_products(lists[index], index)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import ops, reference
+from s3d_fast.backends.choice import choose
 from s3d_fast.kernels import krylov, tridiagonal
+from s3d_fast.maths import reference
 from tests.cases import TOLERANCE, relative_error
 from tests.extension_cases import doubles, krylov_state, laid_out, random_tensor
 from tests.kernel_cases import compute_dtypes, poisoned, recorded  # noqa: F401
@@ -39,7 +40,7 @@ def extend(state: list[Tensor], product: Tensor, step: int) -> None:
     """Take a step by the Triton backend, and check that q becomes the new basis vector."""
     q = torch.full_like(product, torch.nan)
     given = product.clone()
-    ops.krylov_extend(state[0], product, *state[1:], step, q, backend="triton")
+    choose("triton").krylov_extend(state[0], product, *state[1:], step, q)
     torch.testing.assert_close(q, state[0][:, step + 1], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(product, given, rtol=0, atol=0, equal_nan=True)
 
@@ -195,7 +196,7 @@ def test_state_and_products_of_every_layout_agree_with_the_reference() -> None:
             product = applied(S, expected[0][:, step])
             q = laid_out(torch.zeros_like(product), layout)
             given = laid_out(product, layout)
-            ops.krylov_extend(state[0], given, *state[1:], step, q, backend="triton")
+            choose("triton").krylov_extend(state[0], given, *state[1:], step, q)
             reference.krylov_extend(expected[0], product, *expected[1:], step)
             assert_same_state(state, expected, (layout, step))
             assert torch.equal(q, state[0][:, step + 1])
@@ -264,7 +265,7 @@ def tridiagonals(k: int) -> dict[str, tuple[Tensor, Tensor]]:
 def assert_extreme_pairs(alpha: Tensor, beta: Tensor, length: Tensor, labels: list[Any]) -> None:
     """Check eigenpairs against the reference, and against their definition: residuals and norms."""
     before = [tensor.clone() for tensor in (alpha, beta, length)]
-    values, vectors = ops.tridiagonal_extremes(alpha, beta, length, backend="triton")
+    values, vectors = choose("triton").tridiagonal_extremes(alpha, beta, length)
     for tensor, old in zip((alpha, beta, length), before, strict=True):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
     assert (values.dtype, vectors.dtype) == (torch.float64, torch.float64)
@@ -316,10 +317,10 @@ def test_matrices_of_every_length_share_a_call_in_every_layout() -> None:
 
 def test_matrices_shared_out_over_programs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     alpha, beta, length = random_tensor(7, 3), random_tensor(7, 3, seed=1), torch.tensor([3, 1, 2, 2, 3, 3, 1])
-    expected = ops.tridiagonal_extremes(alpha, beta, length, backend="triton")
+    expected = choose("triton").tridiagonal_extremes(alpha, beta, length)
     monkeypatch.setattr(tridiagonal, "LANES", 8)
     launches = recorded(monkeypatch, tridiagonal, "extremes_kernel")
-    found = ops.tridiagonal_extremes(alpha, beta, length, backend="triton")
+    found = choose("triton").tridiagonal_extremes(alpha, beta, length)
     assert launches[0].grid[0] > 1
     assert all(map(torch.equal, found, expected))
 
@@ -330,10 +331,10 @@ def test_what_is_no_number_stays_with_its_matrix() -> None:
     bad = {1: (alpha, torch.nan), 3: (beta, torch.nan), 4: (alpha, torch.inf), 6: (beta, -torch.inf)}
     for j, (tensor, value) in bad.items():
         tensor[j, 2] = value
-    values, vectors = ops.tridiagonal_extremes(alpha, beta, length, backend="triton")
+    values, vectors = choose("triton").tridiagonal_extremes(alpha, beta, length)
     good = [j for j in range(9) if j not in bad]
     assert values[list(bad)].isnan().all()
-    expected = ops.tridiagonal_extremes(alpha[good], beta[good], length[good], backend="triton")
+    expected = choose("triton").tridiagonal_extremes(alpha[good], beta[good], length[good])
     assert torch.equal(values[good], expected[0])
     assert torch.equal(vectors[good], expected[1])
     assert_extreme_pairs(alpha[good], beta[good], length[good], good)
@@ -341,7 +342,7 @@ def test_what_is_no_number_stays_with_its_matrix() -> None:
 
 def test_matrices_of_subnormal_numbers_have_eigenvalues_too() -> None:
     alpha, beta = torch.tensor([[1.0, 2.0]]).double() * 1e-310, torch.tensor([[1.0, 0.0]]).double() * 1e-310
-    values, vectors = ops.tridiagonal_extremes(alpha, beta, torch.tensor([2]), backend="triton")
+    values, vectors = choose("triton").tridiagonal_extremes(alpha, beta, torch.tensor([2]))
     expected, _ = reference.tridiagonal_extremes(alpha, beta, torch.tensor([2]))
     assert relative_error(values * 1e200, expected * 1e200) < 1e-10
     assert relative_error(vectors.norm(dim=-1), torch.ones(1, 2)) < 1e-10
@@ -349,5 +350,5 @@ def test_matrices_of_subnormal_numbers_have_eigenvalues_too() -> None:
 
 def test_no_matrices_have_no_eigenvalues() -> None:
     empty = torch.zeros(0, 4, dtype=torch.float64)
-    values, vectors = ops.tridiagonal_extremes(empty, empty, torch.zeros(0, dtype=torch.int64), backend="triton")
+    values, vectors = choose("triton").tridiagonal_extremes(empty, empty, torch.zeros(0, dtype=torch.int64))
     assert (values.shape, vectors.shape) == ((0, 2), (0, 2, 4))

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import activation, ops, triton_kernels
-from s3d_fast.reference import Growth
-from s3d_fast.triton_options import TritonOptions, current, triton_options
+from s3d_fast import activation
+from s3d_fast.backends import choice, operations
+from s3d_fast.backends.choice import choose
+from s3d_fast.kernels.options import TritonOptions, current, triton_options
+from s3d_fast.maths.reference import Widening
 from tests.extension_cases import krylov_state, random_tensor
 
 # The interpreter computes with masked entries too, which may overflow or be no numbers.
@@ -24,21 +26,25 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 def krylov_step(x: Tensor, backend: str) -> None:
     state = krylov_state(3, 3, 4, torch.float64)
-    ops.krylov_extend(state[0], x[:3, :4], *state[1:], 0, torch.zeros(3, 4, dtype=x.dtype), backend=backend)
+    choose(backend, x).krylov_extend(state[0], x[:3, :4], *state[1:], 0, torch.zeros(3, 4, dtype=x.dtype))
 
 
 WINNER = torch.zeros(2, 3, 4, dtype=torch.int64)
 # One call of every operation that depends on one tensor, of shape (6, 4).
 CALLS: dict[str, Callable[[Tensor, str], Any]] = {
-    "splitting_matvec": lambda x, backend: ops.splitting_matvec(x, x[:, :3], x[:3], backend=backend),
-    "splitting_matvec_grouped": lambda x, backend: ops.splitting_matvec_grouped([x], [x], [x[:4]], backend=backend),
-    "edgeconv_matvec": lambda x, backend: ops.edgeconv_matvec(
+    "splitting_matvec": lambda x, backend: operations.splitting_matvec(x, x[:, :3], x[:3], backend=backend),
+    "splitting_matvec_grouped": lambda x, backend: operations.splitting_matvec_grouped(
+        [x], [x], [x[:4]], backend=backend
+    ),
+    "edgeconv_matvec": lambda x, backend: operations.edgeconv_matvec(
         x.view(2, 3, 4), WINNER, x.view(2, 3, 4), x.repeat(1, 2)[:4], backend=backend
     ),
-    "curvature_coefficients": lambda x, backend: ops.curvature_coefficients(x, x, activation("silu"), backend=backend),
-    "grow_weights": lambda x, backend: ops.grow_weights([Growth(x, torch.tensor([1, 0]))], backend=backend),
+    "curvature_coefficients": lambda x, backend: operations.curvature_coefficients(
+        x, x, activation("silu"), backend=backend
+    ),
+    "grow_weights": lambda x, backend: operations.grow_weights([Widening(x, torch.tensor([1, 0]))], backend=backend),
     "krylov_extend": krylov_step,
-    "tridiagonal_extremes": lambda x, backend: ops.tridiagonal_extremes(x, x, torch.full((6,), 2), backend=backend),
+    "tridiagonal_extremes": lambda x, backend: choose(backend, x).tridiagonal_extremes(x, x, torch.full((6,), 2)),
 }
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 
@@ -57,15 +63,16 @@ def test_tensors_that_require_a_gradient_are_refused(call: Callable[[Tensor, str
 def test_a_cpu_tensor_is_not_interpreted_unless_that_is_asked_for(
     call: Callable[[Tensor, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_kernels, "kernels", lambda: pytest.fail("a kernel was used"))
+    monkeypatch.delitem(sys.modules, "s3d_fast.backends.triton", raising=False)
     call(random_tensor(6, 4), "auto")
+    assert "s3d_fast.backends.triton" not in sys.modules
 
 
 @every_call
 def test_without_the_interpreter_the_error_names_the_variable_to_set(
     call: Callable[[Tensor, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_kernels, "is_interpreted", lambda: False)
+    monkeypatch.setattr(choice, "is_interpreted", lambda: False)
     with pytest.raises(RuntimeError, match=r"'triton' cannot be used: .*TRITON_INTERPRET=1"):
         call(random_tensor(6, 4), "triton")
 
@@ -75,7 +82,7 @@ def test_triton_is_imported_at_its_first_use_and_refuses_cpu_tensors_without_the
 import sys
 import torch
 import s3d_fast
-from s3d_fast.triton_options import triton_options
+from s3d_fast.kernels.options import triton_options
 X, C, V = torch.ones(5, 3), torch.ones(5, 2), torch.ones(2, 3)
 with triton_options(precision="high"):
     s3d_fast.splitting_matvec(X, C, V)
@@ -83,7 +90,7 @@ s3d_fast.extremal_eigenpairs((X, C))
 assert "triton" not in sys.modules
 assert "s3d_fast.kernels" not in sys.modules
 try:
-    s3d_fast.splitting_matvec(X, C, V, backend="triton")
+    s3d_fast.splitting_matvec(X, C, V)
 except RuntimeError as error:
     print(error)
 """
@@ -140,7 +147,7 @@ def test_options_are_restored_after_an_exception() -> None:
     assert current() == TritonOptions()
     with triton_options(precision="high"):
         with pytest.raises(ValueError, match="X must have shape"), triton_options(atomic=True):
-            ops.splitting_matvec(torch.ones(3), torch.ones(3, 2), torch.ones(2, 3), backend="triton")
+            operations.splitting_matvec(torch.ones(3), torch.ones(3, 2), torch.ones(2, 3), backend="triton")
         assert current() == TritonOptions(precision="high")
 
 

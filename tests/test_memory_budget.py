@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import s3d_fast as s3d
-from s3d_fast import memory
-from s3d_fast.capture_plan import UnitNeed, decide, fits_as_it_comes, free_bytes, half_error
+from s3d_fast.base import byte_counts
+from s3d_fast.capture.budget import UnitNeed, decide, fits_as_it_comes, free_bytes, half_error
 from s3d_fast.models import DGCNN, MobileNetV1
 from s3d_fast.operators import DenseOperator, matvec_all
-from s3d_fast.streaming import DiskStream, RecomputedStream, StreamedOperator
+from s3d_fast.operators.streamed import DiskStream, RecomputedStream, StreamedOperator
 
 BATCHES = 24
 Batch = tuple[Tensor, Tensor]
@@ -241,13 +241,13 @@ class Endless(IterableDataset):
     [(10, 10), ("10", 10), ("4GiB", 4 * 2**30), ("1.5 MB", 1_500_000), ("2 kib", 2048), ("7TB", 7 * 10**12)],
 )
 def test_amounts_of_memory(amount: int | str, wanted: int) -> None:
-    assert memory.as_bytes("x", amount) == wanted
+    assert byte_counts.as_bytes("x", amount) == wanted
 
 
 @pytest.mark.parametrize("amount", [0, -1, "", "GiB", "4 bytes", "-3MB", True, 1.5, None])
 def test_what_is_no_amount_of_memory(amount: Any) -> None:
     with pytest.raises(ValueError, match="x must be a positive number of bytes"):
-        memory.as_bytes("x", amount)
+        byte_counts.as_bytes("x", amount)
 
 
 def need(name: str, nbytes: int, *, width: int = 100, dense: bool = False, half_error: float = 1e-4) -> UnitNeed:

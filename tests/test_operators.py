@@ -7,13 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s3d_fast import (
-    ConvOperator,
-    EdgeConvOperator,
-    PointwiseOperator,
-    SplittingOperator,
-    SumOperator,
-)
+from s3d_fast import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator, SumOperator
 from s3d_fast.operators import DenseOperator, matvec_all
 from tests.cases import (
     CONVS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from s3d_fast.experiments import rbf
-from s3d_fast.models.rbf import RBFBatch, random_rbf
-from s3d_fast.schemes import split_gain
+from s3d_fast.experiments import rbf_growth as rbf
+from s3d_fast.maths.schemes import split_gain
+from s3d_fast.models.rbf_batch import RBFBatch, random_rbf
 
 SMALL = rbf.RBFSettings(seeds=4, neurons=5, steps=40, points=200)
 

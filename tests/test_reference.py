@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import Activation, activation, ops, reference
+from s3d_fast import Activation, activation
+from s3d_fast.backends import operations
+from s3d_fast.maths import reference
 from tests.cases import (
     CONVS,
     EDGES,
@@ -217,7 +219,7 @@ def test_dense_matrices_are_sums_of_outer_products(case: RowsCase) -> None:
     expected = torch.stack(
         [sum(C[n, j].double() * torch.outer(x, x) for n, x in enumerate(rows)) for j in range(case.M)]
     )
-    actual = ops.splitting_matrices(X, C, bias=case.bias)
+    actual = operations.splitting_matrices(X, C, bias=case.bias)
     assert actual.dtype == compute_dtype(case.dtype)
     assert relative_error(actual, expected) < TOLERANCE[case.dtype]
     assert relative_error(actual, actual.mT) < TOLERANCE[case.dtype]
@@ -264,32 +266,34 @@ def test_several_vectors_are_several_edgeconv_products(case: EdgeCase) -> None:
 def test_no_rows_make_the_zero_matrix(bias: bool) -> None:
     X, C = torch.empty(0, 5), torch.empty(0, 3)
     V = random_vectors(2, 3, 5 + bias, dtype=torch.float32)
-    assert torch.equal(ops.splitting_matvec(X, C, V, bias=bias), torch.zeros_like(V))
-    assert torch.equal(ops.splitting_matrices(X, C, bias=bias), torch.zeros(3, 5 + bias, 5 + bias))
+    assert torch.equal(operations.splitting_matvec(X, C, V, bias=bias), torch.zeros_like(V))
+    assert torch.equal(operations.splitting_matrices(X, C, bias=bias), torch.zeros(3, 5 + bias, 5 + bias))
 
 
 def test_no_images_make_the_zero_matrix() -> None:
     V = random_vectors(3, 2 * 9, dtype=torch.float32)
-    SV = ops.conv_matvec(torch.empty(0, 2, 5, 5), torch.empty(0, 3, 3, 3), V, kernel_size=(3, 3))
+    SV = operations.conv_matvec(torch.empty(0, 2, 5, 5), torch.empty(0, 3, 3, 3), V, kernel_size=(3, 3))
     assert torch.equal(SV, torch.zeros_like(V))
 
 
 def test_no_clouds_make_the_zero_matrix() -> None:
     V = random_vectors(3, 4, dtype=torch.float32)
     winner = torch.empty(0, 6, 3, dtype=torch.int64)
-    assert torch.equal(ops.edgeconv_matvec(torch.empty(0, 6, 2), winner, torch.empty(0, 6, 3), V), torch.zeros_like(V))
+    assert torch.equal(
+        operations.edgeconv_matvec(torch.empty(0, 6, 2), winner, torch.empty(0, 6, 3), V), torch.zeros_like(V)
+    )
 
 
 def test_no_filters_have_no_matrices() -> None:
-    assert ops.splitting_matrices(torch.randn(4, 3), torch.empty(4, 0)).shape == (0, 3, 3)
-    assert ops.splitting_matvec(torch.randn(4, 3), torch.empty(4, 0), torch.empty(0, 3)).shape == (0, 3)
+    assert operations.splitting_matrices(torch.randn(4, 3), torch.empty(4, 0)).shape == (0, 3, 3)
+    assert operations.splitting_matvec(torch.randn(4, 3), torch.empty(4, 0), torch.empty(0, 3)).shape == (0, 3)
     points, winner = torch.randn(2, 5, 3), torch.empty(2, 5, 0, dtype=torch.int64)
-    assert ops.edgeconv_matvec(points, winner, torch.empty(2, 5, 0), torch.empty(0, 6)).shape == (0, 6)
+    assert operations.edgeconv_matvec(points, winner, torch.empty(2, 5, 0), torch.empty(0, 6)).shape == (0, 6)
 
 
 def test_no_filters_of_a_convolution_have_no_matrices() -> None:
     image, C = torch.randn(2, 2, 5, 5), torch.empty(2, 0, 3, 3)
-    assert ops.conv_matvec(image, C, torch.empty(0, 18), kernel_size=(3, 3)).shape == (0, 18)
+    assert operations.conv_matvec(image, C, torch.empty(0, 18), kernel_size=(3, 3)).shape == (0, 18)
 
 
 def strided(tensor: Tensor) -> Tensor:
@@ -306,9 +310,12 @@ def strided(tensor: Tensor) -> Tensor:
 def test_strides_do_not_matter_to_the_linear_matvec() -> None:
     X, C = RowsCase(13, 5, 4).tensors()
     V = random_vectors(2, 4, 6)
-    expected = ops.splitting_matvec(X, C, V, bias=True)
-    assert relative_error(ops.splitting_matvec(strided(X), strided(C), strided(V), bias=True), expected) < 1e-13
-    assert relative_error(ops.splitting_matrices(strided(X), strided(C)), ops.splitting_matrices(X, C)) < 1e-13
+    expected = operations.splitting_matvec(X, C, V, bias=True)
+    assert relative_error(operations.splitting_matvec(strided(X), strided(C), strided(V), bias=True), expected) < 1e-13
+    assert (
+        relative_error(operations.splitting_matrices(strided(X), strided(C)), operations.splitting_matrices(X, C))
+        < 1e-13
+    )
 
 
 def test_strides_do_not_matter_to_the_convolution_matvec() -> None:
@@ -316,18 +323,18 @@ def test_strides_do_not_matter_to_the_convolution_matvec() -> None:
     X, C = case.tensors()
     V = random_vectors(2, case.M, case.I * 9 + 1)
     options = {"kernel_size": case.k, **case.geometry, "bias": case.bias}
-    expected = ops.conv_matvec(X, C, V, **options)
-    assert relative_error(ops.conv_matvec(strided(X), strided(C), strided(V), **options), expected) < 1e-13
+    expected = operations.conv_matvec(X, C, V, **options)
+    assert relative_error(operations.conv_matvec(strided(X), strided(C), strided(V), **options), expected) < 1e-13
     last = X.to(memory_format=torch.channels_last), C.to(memory_format=torch.channels_last)
-    assert relative_error(ops.conv_matvec(*last, V, **options), expected) < 1e-13
+    assert relative_error(operations.conv_matvec(*last, V, **options), expected) < 1e-13
 
 
 def test_strides_do_not_matter_to_the_edgeconv_matvec() -> None:
     X, neighbours, slot, C = EDGE[1].tensors()
     winner = neighbours.gather(2, slot)
     V = random_vectors(2, 5, 7)
-    expected = ops.edgeconv_matvec(X, winner, C, V, bias=True)
-    actual = ops.edgeconv_matvec(strided(X), strided(winner), strided(C), strided(V), bias=True)
+    expected = operations.edgeconv_matvec(X, winner, C, V, bias=True)
+    actual = operations.edgeconv_matvec(strided(X), strided(winner), strided(C), strided(V), bias=True)
     assert relative_error(actual, expected) < 1e-13
 
 
@@ -335,8 +342,8 @@ def test_the_input_is_left_as_it_was() -> None:
     X, C = RowsCase(13, 5, 4).tensors()
     V = random_vectors(4, 5)
     copies = X.clone(), C.clone(), V.clone()
-    ops.splitting_matvec(X, C, V)
-    ops.splitting_matrices(X, C)
+    operations.splitting_matvec(X, C, V)
+    operations.splitting_matrices(X, C)
     assert all(torch.equal(was, now) for was, now in zip(copies, (X, C, V), strict=True))
 
 
@@ -345,5 +352,5 @@ def test_curvature_coefficients_are_gradient_times_curvature_times_scale_squared
     scale = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)
     expected = -g * torch.sin(z) * torch.tensor([4.0, 9.0, 0.25], dtype=torch.float64)
     sine = Activation("sine", torch.sin, torch.cos, lambda t: -torch.sin(t))
-    torch.testing.assert_close(ops.curvature_coefficients(g, z, sine, scale), expected, rtol=1e-14, atol=0)
-    torch.testing.assert_close(ops.curvature_coefficients(g, z, sine), -g * torch.sin(z), rtol=1e-14, atol=0)
+    torch.testing.assert_close(operations.curvature_coefficients(g, z, sine, scale), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(operations.curvature_coefficients(g, z, sine), -g * torch.sin(z), rtol=1e-14, atol=0)

@@ -17,6 +17,8 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
+from s3d_fast.base.tables import text_table
+from s3d_fast.growth.run_folder import read_spectra
 from s3d_fast.report import (
     comparison,
     comparison_table,
@@ -28,8 +30,6 @@ from s3d_fast.report import (
     write_report,
 )
 from s3d_fast.report.drawing import label, symlog_threshold
-from s3d_fast.report.runs import read_spectra
-from s3d_fast.tables import text_table
 
 ENDS = ("lambda_min", "lambda_max")
 FIGURES = ("costs", "widths", "spectra", "promises", "times", "training")

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from s3d_fast.distributed import ALONE
+from s3d_fast.base.world import ALONE
 from tests import shard_worker
 
 ROOT = Path(__file__).parent.parent

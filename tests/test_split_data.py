@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from s3d_fast import data
-from s3d_fast.capture_plan import CapturePlan, UnitNeed
-from s3d_fast.distributed import World
+from s3d_fast.base.world import World
+from s3d_fast.capture.budget import CapturePlan, UnitNeed
 from s3d_fast.recipes import recipe, split_data
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.recipes.running import make_network

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import Activation, Graph, apply_splits, capture, layers, register_layer, trace
-from s3d_fast.graph import Segment
+from s3d_fast import Activation, Graph, apply_splits, capture, register_layer, trace
+from s3d_fast.network import layers
+from s3d_fast.network.graph import Segment
 from tests.cases import relative_error
 from tests.model_cases import BY_NAME, MODELS, ModelCase, data, net, outputs, random_plan, squared_error
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from s3d_fast import report
-from s3d_fast.tables import text_table
+from s3d_fast.base.tables import text_table
 
 
 def add(commands: argparse._SubParsersAction) -> None:

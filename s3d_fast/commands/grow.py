@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from s3d_fast import recipes, report
+from s3d_fast.base.tables import text_table
+from s3d_fast.base.world import World, joined
 from s3d_fast.commands.datasets import add_data_options, load_dataset
-from s3d_fast.distributed import World, joined
-from s3d_fast.growth import Phase
+from s3d_fast.growth.record import Phase
 from s3d_fast.recipes.running import METHODS, Job, run
-from s3d_fast.tables import text_table
 
 LIKE = "uniform: match the parameters of this run's phases; by default it has as many filters as growth would give"
 # A report is written while a run is under way, but not more often than this.
@@ -198,9 +198,9 @@ class _TensorBoard:
         if self.writer is None:
             self.writer = self.open(str(self.out / "tensorboard"))
         for epoch in phase.epochs:
-            step = phase.index * len(phase.epochs) + int(epoch["epoch"])
-            self.writer.add_scalar("train/loss", epoch["loss"], step)
-            self.writer.add_scalar("train/learning_rate", epoch["learning_rate"], step)
+            step = phase.index * len(phase.epochs) + epoch.epoch
+            self.writer.add_scalar("train/loss", epoch.loss, step)
+            self.writer.add_scalar("train/learning_rate", epoch.learning_rate, step)
         values = {"size/params": phase.params, "size/macs": phase.macs, "split/predicted": phase.predicted_change}
         values |= {f"test/{name}": value for name, value in phase.metrics.items()}
         for name, value in values.items():

@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from s3d_fast import checks, recipes
-from s3d_fast.capture import capture
-from s3d_fast.checkpoint import load_grown
+from s3d_fast import recipes
+from s3d_fast.base import require
+from s3d_fast.base.random_state import seed_all
+from s3d_fast.base.tables import text_table
+from s3d_fast.capture.all_batches import capture
 from s3d_fast.commands.datasets import add_data_options, load_dataset
-from s3d_fast.graph import Graph
-from s3d_fast.random_state import seed_all
+from s3d_fast.growth.checkpoint import load_grown
+from s3d_fast.growth.run_folder import RunFolder, read_spectra
+from s3d_fast.maths.schemes import split_gain
+from s3d_fast.network.graph import Graph
+from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.running import Job, first, make_loss, make_network
 from s3d_fast.recipes.saved import recipe_of, saved_network
 from s3d_fast.recipes.split_data import SplitData
-from s3d_fast.report.runs import read_spectra
-from s3d_fast.run_folder import RunFolder
-from s3d_fast.schemes import split_gain
 from s3d_fast.solvers import extremal_eigenpairs
-from s3d_fast.tables import text_table
-from s3d_fast.tracing import trace
 
 Ends = dict[str, tuple[np.ndarray, np.ndarray]]  # lambda_min and lambda_max of every unit
 
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _dry_run(options: argparse.Namespace) -> int:
     """Print the plan of the capture of a recipe's seed network, or of a run's last network."""
-    checks.is_count("processes", options.processes)
+    require.count("processes", options.processes)
     name = str(options.folder)
     if name in recipes.RECIPES:
         if options.phase is not None:

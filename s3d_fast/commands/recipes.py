@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from s3d_fast.base.tables import text_table
 from s3d_fast.recipes import PRESETS, RECIPES
-from s3d_fast.tables import text_table
 
 
 def add(commands: argparse._SubParsersAction) -> None:

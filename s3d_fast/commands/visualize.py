@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from s3d_fast import visualize
-from s3d_fast.checkpoint import load_grown
+from s3d_fast.base.tables import text_table
 from s3d_fast.data.cifar import NORMALISE as CIFAR_NORMALISE
 from s3d_fast.data.images import IMAGENET_NORMALISE
+from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.recipes.running import make_network
 from s3d_fast.recipes.saved import recipe_of, saved_network
-from s3d_fast.tables import text_table
 
 
 def add(commands: argparse._SubParsersAction) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from s3d_fast.data.files import as_labels, require
+from s3d_fast.base import require
+from s3d_fast.data.files import as_labels
 from s3d_fast.data.images import normalise
 from s3d_fast.data.sources import ArraySource, Dataset
 
@@ -21,7 +22,9 @@ def digits() -> Dataset:
     Raises:
         RuntimeError: scikit-learn is not installed.
     """
-    loaded = require("sklearn.datasets", "the digits come with scikit-learn", "'s3d_fast[digits]'").load_digits()
+    loaded = require.library(
+        "sklearn.datasets", "the digits come with scikit-learn", "'s3d_fast[digits]'"
+    ).load_digits()
     images = torch.from_numpy(loaded.images.astype(np.uint8)).unsqueeze(1)
     labels = as_labels("digits", loaded.target, len(images), CLASSES)
     order = torch.from_numpy(np.random.RandomState(0).permutation(len(images)))

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-def require(module: str, what: str, install: str) -> Any:
-    """Import a library that is not among the package's dependencies.
-
-    Raises:
-        RuntimeError: it is not installed; says how to get it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise RuntimeError(f"{what}, which is not installed: pip install {install}") from error
 
 
 def existing(path: str | Path) -> Path:

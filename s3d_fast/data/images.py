@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from s3d_fast.base import require
 from s3d_fast.data.augment import CROP_TRIES, centre_crop, random_resized_crop
-from s3d_fast.data.files import require
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def decode(
     generator: np.random.Generator | None = None,
 ) -> np.ndarray:  # (3, size, size), uint8
     """Return a square RGB crop of a JPEG, resized: the centre, or with a generator a random one, mirrored or not."""
-    pillow = require("PIL.Image", "JPEG images need Pillow", "'s3d_fast[images]'")
+    pillow = require.library("PIL.Image", "JPEG images need Pillow", "'s3d_fast[images]'")
     image = pillow.open(io.BytesIO(data))
     width, height = image.size
     mirrored = False

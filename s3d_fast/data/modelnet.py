@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from s3d_fast import checks
+from s3d_fast.base import require
 from s3d_fast.data.augment import scale_and_jitter
-from s3d_fast.data.files import as_labels, existing, found, read_npz, require, some, whole
+from s3d_fast.data.files import as_labels, existing, found, read_npz, some, whole
 from s3d_fast.data.sources import ArraySource, Dataset
 
 CLASSES = 40
@@ -45,7 +45,7 @@ def modelnet40(path: str | Path, points: int = 1024) -> Dataset:
         ValueError: a file is damaged, or holds something else, or clouds have fewer points.
         RuntimeError: the files are HDF5, and h5py is not installed.
     """
-    checks.is_count("points", points)
+    require.count("points", points)
     splits = _read(existing(path))
     for name, (clouds, _) in zip(("train", "test"), splits, strict=True):
         if clouds.shape[1] < points:
@@ -103,7 +103,7 @@ def _read_npz(path: Path, split: str) -> Split:
 
 
 def _read_h5(paths: list[Path]) -> Split:
-    h5py = require("h5py", "HDF5 files need h5py", "'s3d_fast[h5]'")
+    h5py = require.library("h5py", "HDF5 files need h5py", "'s3d_fast[h5]'")
     splits = []
     for path in paths:
         with whole(path, "HDF5 file"), h5py.File(path, "r") as file:
@@ -122,5 +122,5 @@ def _split(where: object, clouds: np.ndarray, labels: np.ndarray) -> Split:
     if clouds.ndim != 3 or clouds.shape[2] != 3 or clouds.dtype.kind != "f":
         raise ValueError(f"{where}: clouds must be floats of shape (N, P, 3), got {clouds.dtype} {clouds.shape}")
     inputs = torch.from_numpy(clouds.astype(np.float32))
-    checks.is_finite(f"{where}: clouds", inputs)
+    require.finite(f"{where}: clouds", inputs)
     return inputs, as_labels(where, labels, len(clouds), CLASSES)

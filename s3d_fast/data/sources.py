@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from s3d_fast import checks
-from s3d_fast.data.files import require
+from s3d_fast.base import require
+from s3d_fast.base.byte_counts import local_processes
 from s3d_fast.data.images import IMAGENET_NORMALISE, decode, read_bytes
-from s3d_fast.memory import local_processes
 
 Batch = tuple[Tensor, Tensor]
 Part = tuple[int, int]  # (rank, size): of so many processes, which one
@@ -114,7 +113,7 @@ class ArraySource:
     augment: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        checks.is_not_empty("inputs", self.inputs)
+        require.not_empty("inputs", self.inputs)
         if self.labels.dtype != torch.int64 or self.labels.shape != (len(self.inputs),):
             got = f"{self.labels.dtype} {tuple(self.labels.shape)}"
             raise ValueError(f"labels must be int64 of shape ({len(self.inputs)},), one per input; got {got}")
@@ -173,11 +172,11 @@ class JpegSource:
     """
 
     def __init__(self, entries: Iterable[Entry], size: int = 224, num_workers: int | None = None) -> None:
-        checks.is_count("size", size)
+        require.count("size", size)
         if num_workers is None:
             num_workers = min(8, max(1, _cores() // local_processes()))
-        checks.is_count("num_workers", num_workers, at_least=0)
-        require("PIL.Image", "JPEG images need Pillow", "'s3d_fast[images]'")
+        require.count("num_workers", num_workers, at_least=0)
+        require.library("PIL.Image", "JPEG images need Pillow", "'s3d_fast[images]'")
         self.size, self.num_workers = size, num_workers
         self._table = _as_table(entries)
 
@@ -232,7 +231,7 @@ def balanced(labels: np.ndarray, count: int) -> np.ndarray:
     Raises:
         ValueError: there are not so many.
     """
-    checks.is_count("count", count)
+    require.count("count", count)
     if count > len(labels):
         raise ValueError(f"count must be at most {len(labels)}, the number of samples; got {count}")
     # Files are often sorted: the first of each class need not be like the rest.
@@ -249,7 +248,7 @@ class _PartialBatches:
     """What batches of both kinds of source have in common: how many, and which samples."""
 
     def __init__(self, samples: int, batch_size: int, train: bool, part: Part) -> None:
-        checks.is_count("batch_size", batch_size)
+        require.count("batch_size", batch_size)
         self.samples, self.batch_size, self.train, self.part = samples, batch_size, train, part
 
     def __len__(self) -> int:
@@ -324,8 +323,8 @@ def _batch_count(samples: int, batch_size: int, train: bool) -> int:
 
 
 def _drawn(samples: int, count: int, batch_size: int) -> list[Tensor]:
-    checks.is_count("count", count)
-    checks.is_count("batch_size", batch_size)
+    require.count("count", count)
+    require.count("batch_size", batch_size)
     if count > samples:
         raise ValueError(f"count must be at most {samples}, the number of samples; got {count}")
     if count % batch_size:

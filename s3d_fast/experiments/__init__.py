@@ -1,1 +1,1 @@
-"""Experiments that are not recipes: they train many tiny networks at once."""
+"""Experiments that are not recipes: the paper's toy problem trains many tiny networks at once."""

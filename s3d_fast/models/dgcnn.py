@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from s3d_fast.edgeconv import EdgeConv, leaky
+from s3d_fast.network.edgeconv import EdgeConv, leaky
 
 
 class DGCNN(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from s3d_fast import checks
+from s3d_fast.base import require
 from s3d_fast.recipes import cifar100_mobilenet, digits, imagenet_mobilenet, modelnet40_dgcnn
 from s3d_fast.recipes.recipe import Recipe
 
@@ -19,8 +19,8 @@ def recipe(name: str, preset: str = "paper") -> Recipe:
     Raises:
         ValueError: there is no such recipe or preset.
     """
-    checks.is_choice("recipe", name, tuple(RECIPES))
-    checks.is_choice("preset", preset, PRESETS)
+    require.choice("recipe", name, tuple(RECIPES))
+    require.choice("preset", preset, PRESETS)
     return RECIPES[name][preset]
 
 

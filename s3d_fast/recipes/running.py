@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -16,21 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import baselines, checks, costs, env
-from s3d_fast.checkpoint import load_grown
+from s3d_fast import env
+from s3d_fast.base import require
+from s3d_fast.base.batches import moved
+from s3d_fast.base.random_state import seed_all
+from s3d_fast.base.world import ALONE, World
 from s3d_fast.data.sources import Dataset, Source
-from s3d_fast.distributed import ALONE, World
-from s3d_fast.files import write_whole
-from s3d_fast.graph import Graph
-from s3d_fast.growth import Grower, Phase
-from s3d_fast.plan import SplitPlan
-from s3d_fast.random_state import seed_all
+from s3d_fast.growth.checkpoint import load_grown
+from s3d_fast.growth.grower import Grower
+from s3d_fast.growth.record import Phase
+from s3d_fast.growth.run import read_run
+from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.growth.training import EpochTrainer
+from s3d_fast.network import costs
+from s3d_fast.network.graph import Graph
+from s3d_fast.network.tracing import trace
+from s3d_fast.recipes import baselines
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.recipes.split_data import SplitData
-from s3d_fast.report.runs import read_about, read_run
-from s3d_fast.run_folder import RunFolder
-from s3d_fast.tracing import trace
-from s3d_fast.training import EpochTrainer, moved
+from s3d_fast.splitting.plan import SplitPlan
 
 METHODS = {
     "s3d": "signed splits along eigenvectors: the recipe's m and c",
@@ -80,9 +84,9 @@ class Job:
     after_phase: Callable[[Phase], object] = lambda phase: None
 
     def __post_init__(self) -> None:
-        checks.is_choice("method", self.method, tuple(METHODS))
-        checks.is_choice("scratch", self.scratch, ("total", "phase"))
-        checks.is_count("seed", self.seed, at_least=0)
+        require.choice("method", self.method, tuple(METHODS))
+        require.choice("scratch", self.scratch, ("total", "phase"))
+        require.count("seed", self.seed, at_least=0)
         self.device_of(self.device)
         if self.method != "uniform" and (self.like is not None or self.scratch != "total"):
             raise ValueError("like and scratch go with method 'uniform'")
@@ -235,7 +239,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
 
     def batches(phase: int) -> Iterable[Any]:
         assert grower.phase is not None
-        seconds = [epoch["seconds"] for epoch in grower.phase.epochs]
+        seconds = [epoch.seconds for epoch in grower.phase.epochs]
         return split_data.batches(median(seconds) if seconds else None)
 
     grower = Grower(
@@ -298,7 +302,7 @@ def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], resume: bool) -> l
         (phase,) = _grower(replace(job, after_phase=lambda phase: None), alone, model, phases=1, out=out).run(resume)
         history.append(replace(phase, index=index))
         if job.out is not None and job.world.is_first:
-            RunFolder(job.out).write_history([asdict(past) for past in history])
+            RunFolder(job.out).write_history(history)
         if not was_finished and job.world.is_first:
             job.after_phase(history[-1])
     return history
@@ -349,21 +353,20 @@ def _describe(job: Job, resume: bool) -> None:
         "precision": job.precision,
     }
     about = json.loads(json.dumps(about))
-    path = job.out / "run.json"
-    if path.exists():
-        was = read_about(job.out)
+    folder = RunFolder(job.out)
+    if (job.out / "run.json").exists():
+        was = folder.read_about()
         differing = [name for name in about if _fixed(was.get(name)) != _fixed(about[name])]
         if differing:
             raise ValueError(f"out: {job.out} holds another run: {', '.join(differing)} differ; give another folder")
         if not resume:
             raise ValueError(f"out: {job.out} holds a run already; resume it, or give another folder")
-    elif RunFolder(job.out).latest() is not None:
+    elif folder.latest() is not None:
         raise ValueError(f"out: {job.out} holds a run of something else than a recipe; give another folder")
-    job.out.mkdir(parents=True, exist_ok=True)
     about["environment"] = env.report()
     about["command"] = sys.argv
     about["started"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    write_whole(path, (json.dumps(about, indent=1) + "\n").encode())
+    folder.write_about(about)
 
 
 def _fixed(value: Any) -> Any:

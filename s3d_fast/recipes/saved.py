@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from s3d_fast import recipes
-from s3d_fast.report.runs import read_about
-from s3d_fast.run_folder import RunFolder
+from s3d_fast.growth.run_folder import RunFolder
 
 
 def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
@@ -16,7 +15,7 @@ def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
     Raises:
         FileNotFoundError, ValueError: there is no run in the folder, or it has no network of this phase.
     """
-    about = read_about(run)
+    about = RunFolder(run).read_about()
     missing = [name for name in ("classes", "input_shape") if name not in about]
     if missing:
         raise ValueError(f"{run / 'run.json'} does not say {' and '.join(missing)}; was it written by s3d-fast grow?")

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from s3d_fast.capture import plan_capture
-from s3d_fast.capture_plan import CapturePlan
+from s3d_fast.base.batches import moved
+from s3d_fast.base.world import ALONE, World
+from s3d_fast.capture.all_batches import plan_capture
+from s3d_fast.capture.budget import CapturePlan
 from s3d_fast.data.sources import Sample, Source
-from s3d_fast.distributed import ALONE, World
+from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.recipe import Recipe
-from s3d_fast.tracing import trace
-from s3d_fast.training import moved
 
 # Plans that are made, at the most, to find out how many batches there is time for; each captures a batch.
 PLANS = 5

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+from s3d_fast.growth.record import Phase
+from s3d_fast.growth.run import Run, main_metric
 from s3d_fast.report import drawing, wording
 from s3d_fast.report.drawing import canvas, label, png
 from s3d_fast.report.figures import Figure, draw_promises, promised_and_measured
-from s3d_fast.report.runs import PhaseRecord, Run, main_metric
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Group:
     method: str
     runs: list[Run]
 
-    def phases(self) -> Iterator[tuple[int, list[PhaseRecord]]]:
+    def phases(self) -> Iterator[tuple[int, list[Phase]]]:
         """Yield every phase that any run has trained to its end, with the records of those that have."""
-        by_index: dict[int, list[PhaseRecord]] = {}
+        by_index: dict[int, list[Phase]] = {}
         for run in self.runs:
             for phase in run.phases:
                 if phase.is_trained:
@@ -145,9 +146,7 @@ def _promises(groups: Sequence[Group]) -> Figure:
     return Figure("compare-promises", "Predicted and measured change of the loss", f"Left out: {why}")
 
 
-def _overlay(
-    axis: Any, groups: Sequence[Group], metric: str, place: Callable[[Run, PhaseRecord], float]
-) -> list[float]:
+def _overlay(axis: Any, groups: Sequence[Group], metric: str, place: Callable[[Run, Phase], float]) -> list[float]:
     """Draw the metric of all groups over `place`, medians of both with the range of the metric; return the places."""
     drawn: list[float] = []
     styles = drawing.line_styles([group.method for group in groups])

@@ -9,12 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from s3d_fast.files import write_whole
+from s3d_fast.base.files import write_whole
+from s3d_fast.growth.record import Phase
+from s3d_fast.growth.run import Run, eigen_share, main_metric, read_run, share_of_eigen_stages
 from s3d_fast.report import wording
 from s3d_fast.report.comparison import comparison_figures, comparison_table, group_runs
 from s3d_fast.report.drawing import require_matplotlib
 from s3d_fast.report.figures import Figure, run_figures
-from s3d_fast.report.runs import PhaseRecord, Run, eigen_share, main_metric, read_run, share_of_eigen_stages
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --soft: #5a5a5a; --rule: #d5d5d5; }
@@ -161,7 +162,7 @@ def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
-def _time(phases: Sequence[PhaseRecord]) -> str:
+def _time(phases: Sequence[Phase]) -> str:
     if not any(phase.seconds for phase in phases):
         return wording.NOTHING
     return wording.duration(sum(sum(phase.seconds.values()) for phase in phases))

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from s3d_fast import ops
+from s3d_fast.backends.choice import choose
 from s3d_fast.operators import SplittingOperator, dense_all
+from s3d_fast.solvers.solver import Solver
 from s3d_fast.solvers.spectrum import Found, Spectrum, measured, unit_vectors
 
 
-def solve(operators: Sequence[SplittingOperator], tol: float, backend: str) -> list[Spectrum]:
-    """Return the spectrum of every operator by forming S and reducing it in float64: O(M D^2) memory, O(M D^3) time.
+@dataclass(frozen=True)
+class Exact(Solver):
+    """Forms S and reduces it in float64: O(M D^2) memory, O(M D^3) time."""
 
-    A filter counts as having had no matvecs: the residuals are those of S as it was formed.
-    """
-    spectra = []
-    for operator, matrices in zip(operators, dense_all(operators, backend), strict=True):
-        _, vectors = ops.symmetric_extremes(matrices, backend=backend)
-        zero = torch.zeros(operator.shape[0], dtype=torch.int64, device=operator.device)
-        vectors = vectors.to(operator.dtype)
-        V = unit_vectors(Found(vectors[:, 0], vectors[:, 1], zero, zero))
-        SV = torch.einsum("mde,kme->kmd", matrices, V)
-        spectra.append(measured(V, SV, zero, zero, tol))
-    return spectra
+    def solve(
+        self,
+        operators: Sequence[SplittingOperator],
+        starts: Sequence[Tensor],
+        tol: float,
+        backend: str,
+        progress: bool = False,
+    ) -> list[Spectrum]:
+        """Return the spectrum of every operator; it needs no start vectors.
+
+        A filter counts as having had no matvecs: the residuals are those of S as it was formed.
+        """
+        spectra = []
+        for operator, matrices in zip(operators, dense_all(operators, backend), strict=True):
+            _, vectors = choose(backend, matrices).symmetric_extremes(matrices)
+            zero = torch.zeros(operator.shape[0], dtype=torch.int64, device=operator.device)
+            vectors = vectors.to(operator.dtype)
+            V = unit_vectors(Found(vectors[:, 0], vectors[:, 1], zero, zero))
+            SV = torch.einsum("mde,kme->kmd", matrices, V)
+            spectra.append(measured(V, SV, zero, zero, tol))
+        return spectra

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from s3d_fast import ops
+from s3d_fast.backends.choice import choose
+from s3d_fast.backends.interface import Backend
+from s3d_fast.base import require
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.spectrum import Found, Spectrum, counted, spectrum, unit_vectors
+from s3d_fast.solvers.solver import Solver, counted
+from s3d_fast.solvers.spectrum import Found, Spectrum, spectrum, unit_vectors
 
 # Convergence is looked at every so many steps: finding the Ritz values costs about as much as a step of a small layer,
 # and a GPU has to be waited for.
@@ -30,39 +34,54 @@ COMMON = 4.0
 ROUNDING = 4
 
 
-def solve(
-    operators: Sequence[SplittingOperator],
-    starts: Sequence[Tensor],  # each (M, D), random unit vectors
-    tol: float,
-    max_iters: int,
-    backend: str,
-    progress: bool = False,
-) -> list[Spectrum]:
-    """Return the spectrum of every operator; one Krylov space per filter gives both ends.
+@dataclass(frozen=True)
+class Lanczos(Solver):
+    """Lanczos with full reorthogonalization; one Krylov space per filter gives both ends.
 
-    A filter counts as converged when both Ritz residuals are at most tol times its spectral radius, or when its Krylov
-    space is exhausted (S = 0, low rank, few distinct eigenvalues, D steps): the space then holds the extreme
-    eigenvectors exactly. Memory: one vector of M D entries per step and layer.
+    Attributes:
+        max_iters: the steps to take at most.
     """
-    layers = [_Layer(operator, _started(operator, start)) for operator, start in zip(operators, starts, strict=True)]
-    by_kind: dict[tuple[torch.dtype, torch.device], list[_Layer]] = {}
-    for layer in layers:
-        by_kind.setdefault((layer.q.dtype, layer.q.device), []).append(layer)
-    groups = [_Lockstep(members, tol, backend) for members in by_kind.values()]
-    always_look = _are_long(operators)
-    for step in counted(max_iters, progress):
-        groups = [group for group in groups if group.layers]
-        if not groups:
-            break
-        at_work = [(group, layer) for group in groups for layer in group.layers if not layer.is_full]
-        products = matvec_all([layer.operator for _, layer in at_work], [layer.q for _, layer in at_work], backend)
-        for (group, layer), product in zip(at_work, products, strict=True):
-            group.extend(layer, product)
-        last = step == max_iters
-        may_stop = last or step % CHECK_EVERY == 0 or all(layer.is_full for _, layer in at_work)
-        if may_stop or always_look:
-            _check(groups, may_stop, last)
-    return [layer.spectrum(tol) for layer in layers]
+
+    max_iters: int = 128
+
+    def __post_init__(self) -> None:
+        require.count("max_iters", self.max_iters)
+
+    def solve(
+        self,
+        operators: Sequence[SplittingOperator],
+        starts: Sequence[Tensor],
+        tol: float,
+        backend: str,
+        progress: bool = False,
+    ) -> list[Spectrum]:
+        """Return the spectrum of every operator.
+
+        A filter counts as converged when both Ritz residuals are at most tol times its spectral radius, or when its
+        Krylov space is exhausted (S = 0, low rank, few distinct eigenvalues, D steps): the space then holds the extreme
+        eigenvectors exactly. Memory: one vector of M D entries per step and layer.
+        """
+        layers = [
+            _Spaces(operator, _started(operator, start)) for operator, start in zip(operators, starts, strict=True)
+        ]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[_Spaces]] = {}
+        for layer in layers:
+            by_kind.setdefault((layer.q.dtype, layer.q.device), []).append(layer)
+        groups = [_Lockstep(members, tol, choose(backend, members[0].q)) for members in by_kind.values()]
+        always_look = _are_long(operators)
+        for step in counted(self.max_iters, progress):
+            groups = [group for group in groups if group.layers]
+            if not groups:
+                break
+            at_work = [(group, layer) for group in groups for layer in group.layers if not layer.is_full]
+            products = matvec_all([layer.operator for _, layer in at_work], [layer.q for _, layer in at_work], backend)
+            for (group, layer), product in zip(at_work, products, strict=True):
+                group.extend(layer, product)
+            last = step == self.max_iters
+            may_stop = last or step % CHECK_EVERY == 0 or all(layer.is_full for _, layer in at_work)
+            if may_stop or always_look:
+                _check(groups, may_stop, last)
+        return [layer.spectrum(tol) for layer in layers]
 
 
 def _started(operator: SplittingOperator, random: Tensor) -> Tensor:
@@ -103,7 +122,7 @@ def _check(groups: Sequence[_Lockstep], may_stop: bool, last: bool) -> None:
         first = own.stop
 
 
-class _Layer:
+class _Spaces:
     """The Krylov spaces of the filters of one operator.
 
     The filters still at work are the rows `self.rows` of the operator that was given; `self.operator` is restricted to
@@ -167,7 +186,7 @@ class _Lockstep:
     They are in one place because what is done with them is little work for many layers.
     """
 
-    def __init__(self, layers: Sequence[_Layer], tol: float, backend: str) -> None:
+    def __init__(self, layers: Sequence[_Spaces], tol: float, backend: Backend) -> None:
         self.layers, self.tol, self.backend = list(layers), tol, backend
         filters, q = sum(map(len, layers)), layers[0].q
         self.alpha = q.new_zeros(filters, 17)  # diagonal of T
@@ -186,13 +205,13 @@ class _Lockstep:
 
     def _place(self) -> None:
         """Find the rows of every layer."""
-        self.own: dict[_Layer, slice] = {}
+        self.own: dict[_Spaces, slice] = {}
         first = 0
         for layer in self.layers:
             self.own[layer] = slice(first, first + len(layer))
             first += len(layer)
 
-    def extend(self, layer: _Layer, product: Tensor) -> None:
+    def extend(self, layer: _Spaces, product: Tensor) -> None:
         """Take S q of a layer, and make of it the next basis vector of every space."""
         if layer.steps + 1 == layer.basis.shape[1]:
             layer.basis = _enlarged(layer.basis, min(2 * layer.steps, layer.basis.shape[2]) + 1)
@@ -200,14 +219,14 @@ class _Lockstep:
             self.alpha, self.beta = (_enlarged(tensor, 2 * layer.steps + 1) for tensor in (self.alpha, self.beta))
         own = self.own[layer]
         state = (self.alpha[own], self.beta[own], self.length[own], self.scale[own])
-        ops.krylov_extend(layer.basis, product, *state, layer.steps, layer.q, backend=self.backend)
+        self.backend.krylov_extend(layer.basis, product, *state, layer.steps, layer.q)
         layer.steps += 1
 
     def progress(self) -> Tensor:  # (2, filters), bool
         """Find the Ritz vectors; return which filters have converged, and which of them are well past it."""
         steps = max(layer.steps for layer in self.layers)
         alpha, beta = self.alpha[:, :steps], self.beta[:, :steps]
-        self.values, self.ritz = ops.tridiagonal_extremes(alpha, beta, self.length, backend=self.backend)
+        self.values, self.ritz = self.backend.tridiagonal_extremes(alpha, beta, self.length)
         radius = self.values.abs().amax(-1)
         # |S Q s - theta Q s| = beta_k |s_k|; an exhausted space has no coupling left.
         coupling = beta[:, -1].double()
@@ -223,7 +242,7 @@ class _Lockstep:
 
     def settle(self, converged: Sequence[bool], leaving: Sequence[bool], may_stop: bool, last: bool) -> None:
         """Act on what `progress` returned."""
-        remaining: list[_Layer] = []
+        remaining: list[_Spaces] = []
         staying: list[int] = []
         for layer, own in self.own.items():
             results = (self.ritz[own], self.values[own], self.errors[own], self.iterations[own])

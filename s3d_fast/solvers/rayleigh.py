@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from s3d_fast.base import require
+from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.reference import safe_norm
-from s3d_fast.solvers.spectrum import Found, Spectrum, counted, measure
+from s3d_fast.solvers.solver import Solver, counted
+from s3d_fast.solvers.spectrum import Found, Spectrum, measure
 
 
-def solve(
-    operators: Sequence[SplittingOperator],
-    starts: Sequence[Tensor],  # each (M, D), unit vectors
-    tol: float,
-    max_iters: int,
-    step: float,
-    backend: str,
-    progress: bool = False,
-) -> list[Spectrum]:
-    """Return the spectrum of every operator by v <- v -+ eta (S v - R(v) v) from the same start for both ends.
+@dataclass(frozen=True)
+class Rayleigh(Solver):
+    """The paper's descent: v <- v -+ eta (S v - R(v) v), from the same start for both ends.
 
     eta = step / rho, where rho is the largest |S v| that the filter has shown so far: a lower bound of its spectral
-    radius that approaches it, from where on steps below 1 contract. Every iteration costs two matvecs; filters that
-    have converged stand still until the last one of their layer has.
+    radius that approaches it, from where on steps below 1 contract.
+
+    Attributes:
+        max_iters: the iterations to take at most; each costs two products.
+        step: in units of 1 / (spectral radius).
     """
-    runs = [_Descent(operator, start) for operator, start in zip(operators, starts, strict=True)]
-    for _ in counted(max_iters, progress):
-        active = [run for run in runs if not run.finished]
-        if not active:
-            break
-        products = matvec_all([run.operator for run in active], [run.V for run in active], backend)
-        for run, SV in zip(active, products, strict=True):
-            run.advance(SV, tol, step)
-    found = [Found(run.V[0], run.V[1], run.iterations, 2 * run.products) for run in runs]
-    return measure(operators, found, tol, backend)
+
+    max_iters: int = 1000
+    step: float = 0.9
+
+    def __post_init__(self) -> None:
+        require.count("max_iters", self.max_iters)
+        require.positive("step", self.step)
+
+    def solve(
+        self,
+        operators: Sequence[SplittingOperator],
+        starts: Sequence[Tensor],
+        tol: float,
+        backend: str,
+        progress: bool = False,
+    ) -> list[Spectrum]:
+        """Return the spectrum of every operator; filters that have converged wait for the last one of their layer."""
+        runs = [_Descent(operator, start) for operator, start in zip(operators, starts, strict=True)]
+        for _ in counted(self.max_iters, progress):
+            active = [run for run in runs if not run.finished]
+            if not active:
+                break
+            products = matvec_all([run.operator for run in active], [run.V for run in active], backend)
+            for run, SV in zip(active, products, strict=True):
+                run.advance(SV, tol, self.step)
+        found = [Found(run.V[0], run.V[1], run.iterations, 2 * run.products) for run in runs]
+        return measure(operators, found, tol, backend)
 
 
 class _Descent:

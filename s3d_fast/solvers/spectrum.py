@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.reference import safe_norm
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,6 @@ class Found:
     v_max: Tensor  # (M, D)
     iterations: Tensor  # (M,)
     matvecs: Tensor  # (M,)
-
-
-def counted(max_iters: int, progress: bool) -> Iterator[int]:
-    """Yield the numbers of the steps from 1, and count them on the screen; how many there will be is open."""
-    with tqdm(desc="solve", unit="step", disable=not progress) as bar:
-        for step in range(1, max_iters + 1):
-            yield step
-            bar.update()
 
 
 def measure(operators: Sequence[SplittingOperator], found: Sequence[Found], tol: float, backend: str) -> list[Spectrum]:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from s3d_fast import checks, fx_calls, layers
-from s3d_fast.graph import Graph, Unit
-from s3d_fast.undisturbed import undisturbed
+from s3d_fast.base import require
+from s3d_fast.network import fx_calls, layers
+from s3d_fast.network.graph import Graph, Unit
+from s3d_fast.network.undisturbed import undisturbed
 
 # Activations that let positive inputs through and stop negative ones, all of them or nearly so.
 RECTIFIERS = frozenset({"relu", "relu6", "leaky_relu", "elu", "hardswish", "silu", "gelu", "softplus"})
@@ -43,13 +44,13 @@ def guided_backpropagation(
     """
     check_image(image)
     chosen = check_unit(model, graph, unit)
-    checks.is_count("filter", filter, at_least=0)
+    require.count("filter", filter, at_least=0)
     if filter >= chosen.width:
         raise ValueError(f"filter must be below {chosen.width}, the filters of unit {unit!r}, got {filter}")
     if row is not None:
-        checks.is_tensor("row", row)
-        checks.has_shape("row", row, (chosen.fan_in,))
-        checks.is_finite("row", row)
+        require.tensor("row", row)
+        require.shape("row", row, (chosen.fan_in,))
+        require.finite("row", row)
     with undisturbed(model), torch.enable_grad():
         pixels = image.detach().clone().requires_grad_()
         response = _Guided(graph.module, chosen, filter, row).response(pixels)
@@ -126,10 +127,10 @@ class _Guided(fx.Interpreter):
 
 def check_image(image: Tensor) -> None:
     """Raise unless this is one finite image, (1, channels, H, W)."""
-    checks.is_tensor("image", image)
-    checks.has_shape("image", image, (1, "channels", "H", "W"))
-    checks.is_not_empty("image", image)
-    checks.is_finite("image", image)
+    require.tensor("image", image)
+    require.shape("image", image, (1, "channels", "H", "W"))
+    require.not_empty("image", image)
+    require.finite("image", image)
 
 
 def check_unit(model: nn.Module, graph: Graph, unit: str) -> Unit:
@@ -139,7 +140,5 @@ def check_unit(model: nn.Module, graph: Graph, unit: str) -> Unit:
         raise ValueError(f"unit must be one of {', '.join(graph.units) or 'none'}; got {unit!r}")
     if chosen.kind not in ("conv", "linear"):
         raise ValueError(f"unit must be a convolution or a linear layer, got {unit!r}, which is {chosen.kind}")
-    graph.check(model)
-    if model.get_submodule(unit) is not graph.module.get_submodule(unit):
-        raise ValueError(f"graph belongs to another model: its {unit!r} is not that of the model given")
+    graph.check_same(model)
     return chosen

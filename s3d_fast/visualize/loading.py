@@ -9,8 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from s3d_fast import checks
-from s3d_fast.data.files import require
+from s3d_fast.base import require
 from s3d_fast.data.images import IMAGENET_NORMALISE, Normalise
 from s3d_fast.models.vgg import vgg19_of
 
@@ -30,9 +29,9 @@ def load_image(path: str | os.PathLike[str], size: int = 224, normalise: Normali
         RuntimeError: Pillow is not installed; says how to get it.
         OSError: the file cannot be read.
     """
-    checks.is_count("size", size)
-    pillow = require("PIL.Image", "images need Pillow", "'s3d_fast[images]'")
-    image_ops = require("PIL.ImageOps", "images need Pillow", "'s3d_fast[images]'")
+    require.count("size", size)
+    pillow = require.library("PIL.Image", "images need Pillow", "'s3d_fast[images]'")
+    image_ops = require.library("PIL.ImageOps", "images need Pillow", "'s3d_fast[images]'")
     with open(path, "rb") as file:
         try:
             # A camera held upright notes that in the file, and does not turn the pixels.

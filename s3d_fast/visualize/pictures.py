@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import checks
-from s3d_fast.capture import capture
-from s3d_fast.graph import Graph
-from s3d_fast.schemes import split_gain
+from s3d_fast.base import require
+from s3d_fast.capture.all_batches import capture
+from s3d_fast.maths.schemes import split_gain
+from s3d_fast.network.graph import Graph
+from s3d_fast.network.tracing import trace
 from s3d_fast.solvers import Spectrum, extremal_eigenpairs
-from s3d_fast.tracing import trace
 from s3d_fast.visualize.guided import check_image, check_unit, guided_backpropagation
 
 
@@ -111,8 +111,8 @@ def filter_pictures(
         ValueError, TypeError: a bad argument, a model that cannot be traced, or one without such a layer.
     """
     check_image(image)
-    checks.is_positive("eps", eps)
-    checks.is_weight_bound(c)
+    require.positive("eps", eps)
+    require.weight_bound(c)
     wanted = _as_target(target, image)
     try:
         graph = trace(model, image)
@@ -163,7 +163,7 @@ def _last_convolution(graph: Graph) -> str:
 def _as_target(target: Tensor | int, image: Tensor) -> Tensor:
     if isinstance(target, Tensor):
         return target
-    checks.is_count("target", target, at_least=0)
+    require.count("target", target, at_least=0)
     return torch.tensor([target], device=image.device)
 
 

@@ -1,0 +1,110 @@
+"""Demands on the arguments of the operations: made once, by the public calls or when an operator is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from s3d_fast.base import dtypes, require
+from s3d_fast.maths.incoming import Incoming
+from s3d_fast.maths.reference import ConvGeometry
+
+
+def require_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:
+    """Raise unless X (N, D) and C (N, M) are rows and coefficients that go together."""
+    tensors = isinstance(X, Tensor) and isinstance(C, Tensor)
+    # The usual case in one look.
+    if not (tensors and X.dim() == C.dim() == 2 and len(X) == len(C) and _agree(X, C)):
+        _require_pair(X, C, ("N", "D"))
+        require.shape("C", C, (len(X), "M"))
+    _require_finite(X, C, check_finite)
+
+
+def require_conv(
+    X: Tensor,  # (B, I, H, W)
+    C: Tensor,  # (B, M, H', W')
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    check_finite: bool = True,
+) -> ConvGeometry:
+    """Return the geometry; raise unless X and C are input and coefficients of such a convolution."""
+    _require_pair(X, C, ("B", "I", "H", "W"))
+    geometry = ConvGeometry(
+        require.pair("kernel_size", kernel_size, 1),
+        require.pair("stride", stride, 1),
+        require.pair("padding", padding, 0),
+        require.pair("dilation", dilation, 1),
+    )
+    sizes = [
+        (X.shape[2 + d] + 2 * geometry.padding[d] - geometry.dilation[d] * (geometry.kernel_size[d] - 1) - 1)
+        // geometry.stride[d]
+        + 1
+        for d in (0, 1)
+    ]
+    if min(sizes) < 1:
+        raise ValueError(f"X must be at least as large as the kernel, got {tuple(X.shape)} for {geometry.kernel_size}")
+    require.shape("C", C, (len(X), "M", *sizes))
+    _require_finite(X, C, check_finite)
+    return geometry
+
+
+def require_edgeconv(X: Tensor, winner: Tensor, C: Tensor, check_finite: bool = True) -> None:
+    """Raise unless X (B, P, F), winner (B, P, M) and C (B, P, M) describe an EdgeConv layer."""
+    _require_pair(X, C, ("B", "P", "F"))
+    require.shape("C", C, (*X.shape[:2], "M"))
+    _require_finite(X, C, check_finite)
+    if not isinstance(winner, Tensor) or winner.dtype != torch.int64:
+        raise TypeError(f"winner must be an int64 tensor, got {getattr(winner, 'dtype', type(winner).__name__)}")
+    require.shape("winner", winner, tuple(C.shape))
+    if winner.device != X.device:
+        raise ValueError(f"winner must be on {X.device} like X, got {winner.device}")
+    if check_finite and winner.numel():
+        low, high = (int(bound) for bound in winner.aminmax())
+        if low < 0 or high >= X.shape[1]:
+            raise ValueError(f"winner must lie in [0, {X.shape[1]}), got indices from {low} to {high}")
+
+
+def require_incoming(incoming: Incoming, winner: Tensor, check_values: bool) -> None:
+    """Raise unless `incoming` has the sizes of `incoming_edges(winner)`, and its winners where values are checked."""
+    clouds, points, filters = winner.shape
+    shapes = ((clouds, points, filters), (clouds, points, filters), (clouds, points + 1, filters))
+    for tensor, shape in zip(incoming, shapes, strict=True):
+        if tuple(tensor.shape) != shape or tensor.device != winner.device or not tensor.is_contiguous():
+            raise ValueError(
+                f"incoming must be incoming_edges(winner), got a tensor of shape {tuple(tensor.shape)} in it"
+            )
+    if check_values and not torch.equal(incoming.winner, winner.to(torch.int32)):
+        raise ValueError("incoming must be incoming_edges(winner), got that of another winner")
+
+
+def require_vectors(V: Tensor, filters: int, width: int, X: Tensor) -> None:
+    """Raise unless V holds one vector for each filter, (M, D), or K of them, (K, M, D), that go with rows X."""
+    dtype = dtypes.compute_dtype(X.dtype)
+    # The usual case in one look: products are many.
+    fits = isinstance(V, Tensor) and V.dim() in (2, 3) and V.shape[-2:] == (filters, width)
+    if fits and V.dtype == dtype and V.device == X.device:
+        return
+    require.tensor("V", V)
+    require.shape("V", V, ("K", filters, width) if V.dim() == 3 else (filters, width))
+    require.agreement("V", V, "X", X, dtype=dtype)
+
+
+def _agree(X: Tensor, C: Tensor) -> bool:
+    return X.dtype in dtypes.FLOAT_DTYPES and C.dtype == X.dtype and C.device == X.device
+
+
+def _require_pair(X: Tensor, C: Tensor, shape: Sequence[str]) -> None:
+    require.tensor("X", X)
+    require.tensor("C", C)
+    require.shape("X", X, shape)
+    require.agreement("C", C, "X", X)
+
+
+def _require_finite(X: Tensor, C: Tensor, check_finite: bool) -> None:
+    if check_finite:
+        require.finite("X", X)
+        require.finite("C", C)

@@ -1,0 +1,113 @@
+"""Which backend does the work: the one asked for by name, or the fastest that can; and why the others cannot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from s3d_fast.backends import extension
+from s3d_fast.backends.cpu import CPU
+from s3d_fast.backends.interface import Backend
+from s3d_fast.backends.reference import REFERENCE
+from s3d_fast.base import require
+
+NAMES = ("auto", "reference", "cpu", "triton")
+
+HOW_TO_INSTALL = "pip install triton"
+HOW_TO_INTERPRET = "set TRITON_INTERPRET=1 in the environment before Python starts, for tests"
+# The oldest NVIDIA GPUs that Triton compiles for.
+LEAST_CAPABILITY = (8, 0)
+
+
+def choose(name: str, *tensors: Tensor | None) -> Backend:
+    """Return the backend that works on these tensors: "auto" is the fastest one that can.
+
+    Raises:
+        ValueError: the name is not one of NAMES.
+        RuntimeError: the backend was asked for by name and is not there, or cannot work on these tensors. There is no
+            silent fallback.
+    """
+    if name not in NAMES:
+        require.choice("backend", name, NAMES)
+    if name == "reference":
+        return REFERENCE
+    given = [tensor for tensor in tensors if tensor is not None]
+    if name == "auto":
+        # The interpreter is for tests: what runs on a CPU goes to the C++ extension whether or not it is on.
+        fastest = "triton" if any(tensor.is_cuda for tensor in given) else "cpu"
+        return REFERENCE if why_not(fastest, given) else _load(fastest)
+    reason = why_not(name, given)
+    if reason:
+        raise unusable(name, reason)
+    return _load(name)
+
+
+def why_not(name: str, tensors: Sequence[Tensor] = ()) -> str:
+    """Return why "cpu" or "triton" cannot work on these tensors; empty if it can."""
+    reason = _why_not_cpu(tensors) if name == "cpu" else _why_not_triton(tensors)
+    if not reason and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        reason = "its operations cannot be differentiated, and a tensor requires a gradient; use backend='reference'"
+    return reason
+
+
+def unusable(name: str, reason: str) -> RuntimeError:
+    """Return the error that says why a backend that was asked for by name cannot be used."""
+    return RuntimeError(f"backend {name!r} cannot be used: {reason}")
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton's kernels are interpreted on the CPU; this is settled when they are first used."""
+    device = sys.modules.get("s3d_fast.kernels.device")
+    if device is not None:
+        return device.INTERPRETED
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def _load(name: str) -> Backend:
+    if name == "cpu":
+        return CPU
+    # Triton takes long to import, and many machines do not have it.
+    from s3d_fast.backends.triton import TRITON
+
+    return TRITON
+
+
+def _why_not_cpu(tensors: Sequence[Tensor]) -> str:
+    if extension.module is None:
+        return f"{extension.why_not}; {extension.HOW_TO_BUILD}"
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            return f"a tensor is on {tensor.device}"
+    return ""
+
+
+def _why_not_triton(tensors: Sequence[Tensor]) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return f"Triton is not installed; {HOW_TO_INSTALL}"
+    wanted = "cpu" if is_interpreted() else "cuda"
+    devices = {tensor.device for tensor in tensors}
+    for device in devices:
+        if device.type != wanted:
+            return _wrong_device(device, wanted)
+    if wanted == "cuda":
+        if not torch.cuda.is_available():
+            return f"PyTorch sees no GPU, and on a CPU the kernels are interpreted only: {HOW_TO_INTERPRET}"
+        if torch.version.hip is None:
+            for device in devices:
+                capability = torch.cuda.get_device_capability(device)
+                if capability < LEAST_CAPABILITY:
+                    return f"{device} has compute capability {capability}, and Triton needs {LEAST_CAPABILITY}"
+    return ""
+
+
+def _wrong_device(device: torch.device, wanted: str) -> str:
+    if wanted == "cpu":
+        return f"a tensor is on {device}, and TRITON_INTERPRET is set: the interpreter works on CPU tensors only"
+    if device.type == "cpu":
+        return f"a tensor is on the CPU, where the kernels are interpreted only: {HOW_TO_INTERPRET}"
+    return f"a tensor is on {device}"

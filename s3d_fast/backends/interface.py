@@ -1,0 +1,100 @@
+"""The operations that every backend provides.
+
+Their arguments were checked where they came in, by `operations` or when an operator was built: no backend checks them
+again, except where the check is what keeps it from touching memory that is not its own. Shapes: N rows, D parameters
+per filter, M filters, K vectors per filter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from s3d_fast.maths.activations import Activation
+from s3d_fast.maths.incoming import Incoming
+from s3d_fast.maths.reference import ConvGeometry, Widening
+
+
+class Backend(ABC):
+    """One way to carry out the operations; `maths.reference` defines each of them."""
+
+    name: str
+    # Whether `splitting_matrices` computes one triangle only: forming S then costs D / 4 products instead of D / 2.
+    uses_symmetry: bool = False
+    # Whether `edgeconv_matvec` works with `incoming`, which is worth making once for many products.
+    uses_incoming: bool = False
+
+    @abstractmethod
+    def why_not_dtype(self, dtype: torch.dtype) -> str:
+        """Return why tensors of this dtype cannot be computed with; empty if they can. Rows may be 16-bit always."""
+
+    @abstractmethod
+    def why_not_activation(self, activation: Activation) -> str:
+        """Return why `curvature_coefficients` cannot take this activation; empty if it can."""
+
+    @abstractmethod
+    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+        """Return S_j v_j for all filters of one layer."""
+
+    @abstractmethod
+    def splitting_matvec_grouped(
+        self, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
+    ) -> list[Tensor]:
+        """Return S_j v_j for all filters of many layers."""
+
+    @abstractmethod
+    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+        """Return the matrices S_j of one layer, in the dtype of the computation."""
+
+    @abstractmethod
+    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+        """Add `weight` times the matrices of one layer to S."""
+
+    @abstractmethod
+    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+        """Return S_j v_j for all filters of a convolution."""
+
+    @abstractmethod
+    def edgeconv_matvec(
+        self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+    ) -> Tensor:
+        """Return S_j v_j for all filters of an EdgeConv layer; `incoming` is that of `winner`, where it is known."""
+
+    @abstractmethod
+    def curvature_coefficients(
+        self, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+    ) -> Tensor:
+        """Return C = g act''(z) s^2; with `inplace`, written over g."""
+
+    @abstractmethod
+    def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
+        """Return every tensor after it was widened.
+
+        Raises:
+            IndexError, RuntimeError: an index is out of range.
+        """
+
+    @abstractmethod
+    def krylov_extend(
+        self,
+        basis: Tensor,
+        product: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        length: Tensor,
+        scale: Tensor,
+        step: int,
+        q: Tensor,  # (M, D); changed
+    ) -> None:
+        """Take one Lanczos step in every space of a basis; q becomes basis[:, step + 1]."""
+
+    @abstractmethod
+    def tridiagonal_extremes(self, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the extreme eigenpairs of symmetric tridiagonal matrices."""
+
+    @abstractmethod
+    def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the extreme eigenpairs of symmetric matrices."""

@@ -1,0 +1,264 @@
+"""The public operations on tensors: each checks its arguments, chooses a backend and calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from s3d_fast.backends.arguments import (
+    require_conv,
+    require_edgeconv,
+    require_incoming,
+    require_rows,
+    require_vectors,
+)
+from s3d_fast.backends.choice import choose, unusable
+from s3d_fast.backends.interface import Backend
+from s3d_fast.backends.reference import REFERENCE
+from s3d_fast.base import dtypes, require
+from s3d_fast.maths.activations import Activation
+from s3d_fast.maths.incoming import Incoming
+from s3d_fast.maths.reference import Widening
+
+
+def splitting_matvec(
+    X: Tensor,  # (N, D)
+    C: Tensor,  # (N, M)
+    V: Tensor,  # (M, D) or (K, M, D); D + 1 in place of D with bias
+    *,
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # like V
+    """Return S_j v_j for all filters j at once:  ((X @ V.T) * C).T @ X.
+
+    S_j = sum_n C[n, j] x_n x_n^T is the splitting matrix of filter j; it is never formed.
+
+    Args:
+        X: the rows that every filter of the layer sees; float32, float64, or bfloat16/float16 (computed in float32).
+        C: the curvature coefficients, in the dtype of X.
+        V: one vector per filter, or K of them; in the dtype of the computation.
+        bias: every row is [X[n], 1], and the last entry of each vector belongs to the bias.
+        backend: "auto", "reference", "cpu" or "triton".
+        check_finite: look for NaN and Inf in X and C, which costs a pass over both.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not match, or X or C is not finite.
+        RuntimeError: the backend asked for is not there.
+    """
+    require_rows(X, C, check_finite)
+    require_vectors(V, C.shape[1], X.shape[1] + bias, X)
+    return choose(backend, X, C, V).splitting_matvec(X, C, V, bias)
+
+
+def splitting_matvec_grouped(
+    X: Sequence[Tensor],  # each (N, D)
+    C: Sequence[Tensor],  # each (N, M)
+    V: Sequence[Tensor],  # each (M, D) or (K, M, D); D + 1 in place of D with bias
+    *,
+    bias: Sequence[bool] | None = None,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> list[Tensor]:  # each like its V
+    """Return S_j v_j for all filters of a list of layers, of any sizes, in one call.
+
+    The same as a loop of `splitting_matvec`, but the work of all layers is shared out over the threads at once, or is
+    one launch on a GPU.
+
+    Args:
+        X, C, V: one entry per layer, as for `splitting_matvec`; all on one device.
+        bias: one entry per layer; none has a bias by default.
+        backend, check_finite: as for `splitting_matvec`.
+
+    Raises: as `splitting_matvec`.
+    """
+    bias = [False] * len(X) if bias is None else list(bias)
+    if not len(X) == len(C) == len(V) == len(bias):
+        raise ValueError(
+            f"X, C, V and bias must have one entry per layer, got {len(X)}, {len(C)}, {len(V)} and {len(bias)}"
+        )
+    for x, c, v, has_bias in zip(X, C, V, bias, strict=True):
+        require_rows(x, c, check_finite)
+        require_vectors(v, c.shape[1], x.shape[1] + has_bias, x)
+    return choose(backend, *X, *C, *V).splitting_matvec_grouped(X, C, V, bias)
+
+
+def splitting_matrices(
+    X: Tensor,  # (N, D)
+    C: Tensor,  # (N, M)
+    *,
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # (M, D, D), or (M, D + 1, D + 1) with bias
+    """Return the dense splitting matrices S_j = X^T diag(C[:, j]) X, for small D.
+
+    On a GPU these are PyTorch's own matrix products.
+
+    Raises: as `splitting_matvec`.
+    """
+    require_rows(X, C, check_finite)
+    return choose(backend, X, C).splitting_matrices(X, C, bias)
+
+
+def add_splitting_matrices(
+    S: Tensor,  # (M, D, D), or (M, D + 1, D + 1) with bias; changed
+    X: Tensor,  # (N, D)
+    C: Tensor,  # (N, M)
+    weight: float = 1.0,
+    *,
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # S
+    """Add `weight` times the splitting matrices of some rows to S: many batches, one after the other.
+
+    Raises: as `splitting_matvec`; S has not been changed then.
+    """
+    require_rows(X, C, check_finite)
+    require.tensor("S", S)
+    width = X.shape[1] + bias
+    require.shape("S", S, (C.shape[1], width, width))
+    require.agreement("S", S, "X", X, dtype=dtypes.compute_dtype(X.dtype))
+    require.number("weight", weight)
+    choose(backend, S, X, C).add_splitting_matrices(S, X, C, bias, weight)
+    return S
+
+
+def conv_matvec(
+    X: Tensor,  # (B, I, H, W)
+    C: Tensor,  # (B, M, H', W')
+    V: Tensor,  # (M, D) or (K, M, D), D = I * kh * kw (+ 1 with bias)
+    *,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # like V
+    """Return S_j v_j for every filter of a 2-d convolution, without forming its patches.
+
+    On every backend this is PyTorch's own convolution and its own weight gradient.
+
+    Raises: as `splitting_matvec`.
+    """
+    geometry = require_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
+    width = X.shape[1] * geometry.kernel_size[0] * geometry.kernel_size[1] + bias
+    require_vectors(V, C.shape[1], width, X)
+    return choose(backend, X, C, V).conv_matvec(X, C, V, geometry, bias)
+
+
+def edgeconv_matvec(
+    X: Tensor,  # (B, P, F)
+    winner: Tensor,  # (B, P, M), int64
+    C: Tensor,  # (B, P, M)
+    V: Tensor,  # (M, 2 F) or (K, M, 2 F); 2 F + 1 with bias
+    *,
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+    incoming: Incoming | None = None,
+) -> Tensor:  # like V
+    """Return S_j v_j for every EdgeConv filter; no tensor over edges is formed.
+
+    Args:
+        X: the features of the P points of each cloud.
+        winner: for each point and filter, the index of the neighbour whose edge won the maximum.
+        C: the curvature coefficients of the winning edges.
+        V, bias, backend: as for `splitting_matvec`.
+        check_finite: look for NaN and Inf in X and C, and for indices out of range in winner.
+        incoming: `incoming_edges(winner)`, for many products with one layer. The Triton kernels work with it, and make
+            it at every call where it is not given.
+
+    Raises: as `splitting_matvec`.
+    """
+    require_edgeconv(X, winner, C, check_finite)
+    require_vectors(V, C.shape[2], 2 * X.shape[2] + bias, X)
+    if incoming is not None:
+        require_incoming(incoming, winner, check_finite)
+    return choose(backend, X, C, V).edgeconv_matvec(X, winner, C, V, bias, incoming)
+
+
+def curvature_coefficients(
+    g: Tensor,  # (N, M), or any shape with the channels along `axis`
+    z: Tensor,  # like g
+    activation: Activation,
+    scale: Tensor | None = None,  # (M,)
+    *,
+    axis: int = 1,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> Tensor:  # like g
+    """Return C = g * act''(z) * s^2, the coefficients of the splitting matrices.
+
+    Args:
+        g: the gradient of the loss with respect to the activation's output.
+        z: the activation's input.
+        activation: from `s3d_fast.activation`.
+        scale: s = gamma / sqrt(var + eps) where a BatchNorm stands between the filter and the activation.
+        axis: the dimension of g and z that scale belongs to.
+        inplace: write the result over g, and return g.
+        backend: as for `splitting_matvec`; "auto" takes the reference for an activation of your own.
+
+    Raises: as `splitting_matvec`.
+    """
+    require.tensor("g", g)
+    require.tensor("z", z)
+    require.shape("z", z, tuple(g.shape))
+    require.agreement("z", z, "g", g)
+    if not isinstance(axis, int) or not 0 <= axis < g.dim():
+        raise ValueError(f"axis must be a dimension of g, which has shape {tuple(g.shape)}; got {axis!r}")
+    if not isinstance(activation, Activation):
+        raise TypeError(f"activation must be an Activation, from s3d_fast.activation; got {type(activation).__name__}")
+    if scale is not None:
+        require.tensor("scale", scale)
+        require.shape("scale", scale, (g.shape[axis],))
+        require.agreement("scale", scale, "g", g)
+    return unchecked_curvature(g, z, activation, scale, axis, inplace, backend)
+
+
+def unchecked_curvature(
+    g: Tensor,
+    z: Tensor,
+    activation: Activation,
+    scale: Tensor | None = None,
+    axis: int = 1,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Return `curvature_coefficients` of arguments that are known to be right."""
+    chosen = choose(backend, g, z, scale)
+    why_not = chosen.why_not_dtype(g.dtype) or chosen.why_not_activation(activation)
+    if why_not:
+        chosen = _instead_of(chosen, why_not, backend)
+    return chosen.curvature_coefficients(g, z, activation, scale, axis, inplace)
+
+
+def grow_weights(widenings: Sequence[Widening], *, backend: str = "auto") -> list[Tensor]:
+    """Return the weights of layers, and their optimizer state, after splits: `reference.grow_weight` for each.
+
+    All of them are one call where the backend has one; indices out of range raise an IndexError or a RuntimeError.
+    """
+    by_kind: dict[object, list[int]] = {}
+    for place, widening in enumerate(widenings):
+        by_kind.setdefault((widening.weight.dtype, widening.weight.device), []).append(place)
+    by_backend: dict[Backend, list[int]] = {}
+    for places in by_kind.values():
+        tensors = [tensor for place in places for tensor in widenings[place] if isinstance(tensor, Tensor)]
+        chosen = choose(backend, *(tensor for tensor in tensors if tensor.is_floating_point()))
+        why_not = chosen.why_not_dtype(tensors[0].dtype)
+        by_backend.setdefault(_instead_of(chosen, why_not, backend) if why_not else chosen, []).extend(places)
+    grown: dict[int, Tensor] = {}
+    for chosen, places in by_backend.items():
+        grown.update(zip(places, chosen.grow_weights([widenings[place] for place in places]), strict=True))
+    return [grown[place] for place in range(len(widenings))]
+
+
+def _instead_of(chosen: Backend, why_not: str, asked: str) -> Backend:
+    """Return the reference where "auto" chose a backend that lacks something; raise if it was asked for by name."""
+    if asked != "auto":
+        raise unusable(chosen.name, f"{why_not}; use backend='reference'")
+    return REFERENCE

@@ -1,0 +1,81 @@
+"""The reference backend: plain PyTorch, on any device; its results can be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from s3d_fast.backends.interface import Backend
+from s3d_fast.base.dtypes import compute_dtype
+from s3d_fast.maths import reference
+from s3d_fast.maths.activations import Activation
+from s3d_fast.maths.incoming import Incoming
+from s3d_fast.maths.reference import ConvGeometry, Widening
+
+
+class ReferenceBackend(Backend):
+    """Every operation by its definition."""
+
+    name = "reference"
+
+    def why_not_dtype(self, dtype: torch.dtype) -> str:
+        return ""
+
+    def why_not_activation(self, activation: Activation) -> str:
+        return ""
+
+    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+        return reference.splitting_matvec(X, C, V, bias)
+
+    def splitting_matvec_grouped(
+        self, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
+    ) -> list[Tensor]:
+        return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
+
+    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+        return reference.splitting_matrices(X, C, bias, compute_dtype(X.dtype))
+
+    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+        S.add_(self.splitting_matrices(X, C, bias), alpha=weight)
+
+    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+        return reference.conv_matvec(X, C, V, *geometry, bias)
+
+    def edgeconv_matvec(
+        self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+    ) -> Tensor:
+        return reference.edgeconv_matvec(X, winner, C, V, bias)
+
+    def curvature_coefficients(
+        self, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+    ) -> Tensor:
+        C = reference.curvature_coefficients(g, z, activation, scale, axis)
+        return g.copy_(C) if inplace else C
+
+    def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
+        return [reference.grow_weight(*widening) for widening in widenings]
+
+    def krylov_extend(
+        self,
+        basis: Tensor,
+        product: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        length: Tensor,
+        scale: Tensor,
+        step: int,
+        q: Tensor,
+    ) -> None:
+        reference.krylov_extend(basis, product, alpha, beta, length, scale, step)
+        q.copy_(basis[:, step + 1])
+
+    def tridiagonal_extremes(self, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.tridiagonal_extremes(alpha, beta, length)
+
+    def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.symmetric_extremes(S)
+
+
+REFERENCE = ReferenceBackend()

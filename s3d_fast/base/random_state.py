@@ -1,0 +1,45 @@
+"""The states of all global random generators, as data that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Those of PyTorch as tensors, those of Python and numpy as plain data.
+RandomState = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def seed_all(*key: int) -> None:
+    """Seed PyTorch, Python and numpy from a key; different keys of one length give unrelated states."""
+    state = int(np.random.SeedSequence(key).generate_state(1)[0])
+    torch.manual_seed(state)
+    random.seed(state)
+    np.random.seed(state)  # noqa: NPY002 - users' augmentation may draw from it
+
+
+def random_state() -> RandomState:
+    """Return the states of the generators: PyTorch's as tensors, Python's and numpy's as plain data."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    version, internal, gauss = random.getstate()
+    numpy = [name, np.asarray(keys).tolist(), *rest]
+    return tensors, {"python": [version, list(internal), gauss], "numpy": numpy}
+
+
+def set_random_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    """Bring the generators back to the states that `random_state` returned; those of GPUs that are gone stay away."""
+    torch.set_rng_state(tensors["cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"cuda:{index}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda:{index}"], index)
+    version, internal, gauss = record["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = record["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002

@@ -1,0 +1,103 @@
+"""The processes that run one growth together, as torchrun starts them. A process that is alone has the same methods."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Value = TypeVar("Value")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of a run, seen from one of them.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: how many there are.
+        device: where this process computes; collectives of numbers use it.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes files and talks."""
+        return self.rank == 0
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of the data is this process's: (rank, size)."""
+        return self.rank, self.size
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model to train with: its gradients are averages over all processes."""
+        if self.size == 1:
+            return model
+        return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
+
+    def level(self, model: nn.Module) -> None:
+        """Give all processes the buffers of the first: running statistics differ, as each sees its own samples."""
+        if self.size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def sum(self, *values: float) -> list[float]:
+        """Return the sums of some numbers over all processes."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def agree(self, number: int) -> bool:
+        """Return whether a number is the same in all processes."""
+        total, squares = self.sum(number, number * number)
+        return self.size * squares == total * total
+
+    def same(self, value: Value) -> Value:
+        """Return the first process's value in all of them."""
+        if self.size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, 0)
+        return held[0]
+
+    def wait(self) -> None:
+        """Return when all processes have come here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+ALONE = World()
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[World]:
+    """Join the processes that torchrun has started, over NCCL on GPUs and gloo on CPUs; alone if it has not.
+
+    A process that ends with an error leaves the others waiting, until torchrun, which sees it, ends them.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World(device=device)
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), size, device)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""From a model and data to splitting operators: one batch, all batches, memory budgets, several processes."""

@@ -1,0 +1,295 @@
+"""Capture: one forward and backward pass per batch, from which the splitting operators of all units are made."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from s3d_fast.base import byte_counts, require
+from s3d_fast.base.batches import length_of
+from s3d_fast.capture.budget import CapturePlan, UnitNeed, decide, fits_as_it_comes, half_error, scratch_folder
+from s3d_fast.capture.one_batch import BatchCapture
+from s3d_fast.network.graph import Graph, Unit
+from s3d_fast.network.undisturbed import undisturbed
+from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator
+from s3d_fast.operators.streamed import DiskStream, Part, RecomputedStream, Stream, StreamedOperator, shell
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class Captured(dict[str, SplittingOperator]):
+    """The splitting operator of every captured unit, by name.
+
+    Attributes:
+        loss: the average over the batches.
+        plan: what is kept of every unit, and where, if there was a budget.
+        stream: through which units are read again at every step, if any are.
+    """
+
+    loss: float = float("nan")
+    plan: CapturePlan | None = None
+    stream: Stream | None = None
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that each unit's operator holds on to."""
+        return {name: operator.nbytes for name, operator in self.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all operators hold on to, the parts of a scratch file that are in memory included."""
+        return sum(self.memory().values()) + (0 if self.stream is None else self.stream.nbytes)
+
+    def report(self) -> str:
+        """Return what was chosen, and what it has cost so far."""
+        if self.plan is None:
+            return f"Everything is in memory: {byte_counts.as_text(self.nbytes)}."
+        lines = [str(self.plan)]
+        if self.stream is not None:
+            passes = f"{self.stream.passes} passes over {self.stream.batches} batches"
+            lines.append(f"Until now: {passes}, {self.stream.seconds:.3g} s of waiting for them.")
+        return "\n".join(lines)
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batches: Iterable[Any],
+    graph: Graph,
+    *,
+    units: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    sharpness: float | None = None,
+    memory_budget: int | str | None = None,
+    scratch: str | os.PathLike[str] | bool = True,
+    progress: bool = False,
+) -> Captured:
+    """Return the splitting operators of a model's units on some data, averaged over the batches.
+
+    Every batch costs one forward pass and the part of a backward pass that reaches the units; no gradient of a
+    parameter is formed. The model is in eval mode meanwhile, and afterwards exactly as it was, also after an error:
+    modes, gradients, buffers, hooks, random state.
+
+    Args:
+        model: the model that was traced.
+        loss_fn: either `loss_fn(model, batch)`, which must call the model it is given; or `loss_fn(output, target)`,
+            where a batch is then a pair (input, target), the input a tensor or a tuple or list of arguments. Which one
+            it is, is told by the name of the first parameter: "model", "net", "network" or "module" mean the former.
+        batches: of equal size, since each counts the same.
+        graph: from `trace`, of the model as it is now.
+        units: names of the units to capture; all by default.
+        dtype: in which rows and coefficients are kept: float32, float64 or bfloat16; by default as they come.
+        sharpness: of the softplus that stands in for kinks of activations; 3 by default.
+        memory_budget: the bytes, as a number or as a text such as "4GiB", that the operators may hold on to. Small
+            matrices are formed; of the other units rows and coefficients are kept as they come, in bfloat16, in a
+            scratch file, or not at all, whichever is the first that fits. `Captured.report()` says what was chosen.
+            The batches must then have a length, and be the same when they are iterated again.
+        scratch: the folder of the scratch file, by default the system's for temporary files, which on some machines is
+            memory itself; False: no such file.
+        progress: show a bar over the batches.
+
+    Raises:
+        ValueError: no batches, an unknown unit, a stale graph, a budget that is too small for one batch, or a loss or
+            gradient that is not finite; the message names the batch and the unit.
+    """
+    chosen = _choose(graph, units)
+    graph.check_same(model)
+    if dtype is not None:
+        require.choice("dtype", dtype, DTYPES)
+    capturer = BatchCapture(model, loss_fn, graph, sharpness)
+    keeper, budget = _Keeper(), None
+    if memory_budget is not None:
+        budget = byte_counts.as_bytes("memory_budget", memory_budget)
+        if dtype is not None:
+            raise ValueError("dtype and memory_budget cannot be given together: the budget decides on the dtype")
+        count = _count(batches)
+    losses: list[float] = []
+    with undisturbed(model):
+        for index, batch in enumerate(tqdm(batches, desc="capture", unit="batch", disable=not progress)):
+            if budget is not None and index == 0:
+                first = _measured(capturer, batch, chosen, count, budget)
+                plan = decide(first.needs, count, budget, first.seconds, scratch)
+                keeper = _Keeper(plan, scratch, _recapture(capturer, batches))
+                if first.operators:
+                    losses.append(first.loss)
+                    while first.operators:
+                        keeper.keep(*first.operators.popitem())
+                    continue
+            losses.append(capturer(batch, index, chosen, keeper.keep, dtype))
+    if not losses:
+        raise ValueError("batches must hold at least one batch, got none")
+    if keeper.plan is not None and len(losses) != keeper.plan.batches:
+        raise ValueError(f"batches have a length of {keeper.plan.batches}, and there were {len(losses)}")
+    captured = Captured({unit.name: keeper.operator(unit.name, len(losses)) for unit in chosen})
+    captured.loss = sum(losses) / len(losses)
+    captured.plan, captured.stream = keeper.plan, keeper.stream
+    return captured
+
+
+def plan_capture(
+    graph: Graph,
+    batch: Any,
+    n_batches: int,
+    memory_budget: int | str | None = None,
+    *,
+    units: Sequence[str] | None = None,
+    scratch: str | os.PathLike[str] | bool = True,
+) -> CapturePlan:
+    """Return what `capture` would keep of so many batches like this one, where, and how long it is expected to take.
+
+    It captures this one batch, with a loss that stands in for the real one, and measures. Print the plan to read it.
+
+    Args:
+        graph: from `trace`.
+        batch: (input, target), as for `capture`, or the input alone.
+        n_batches: how many such batches there will be.
+        memory_budget: as for `capture`.
+        units: names of the units to capture; all by default.
+        scratch: as for `capture`.
+
+    Raises:
+        ValueError: an unknown unit, a budget that is too small for one batch.
+    """
+    require.count("n_batches", n_batches)
+    budget = None if memory_budget is None else byte_counts.as_bytes("memory_budget", memory_budget)
+    pair = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+    capturer = BatchCapture(graph.module, lambda output, target: output.float().square().mean(), graph, None)
+    first = _measured(capturer, pair, _choose(graph, units), n_batches, budget)
+    return decide(first.needs, n_batches, budget, first.seconds, scratch)
+
+
+class _Keeper:
+    """Keeps the operators of all batches as a plan says."""
+
+    def __init__(
+        self,
+        plan: CapturePlan | None = None,
+        scratch: str | os.PathLike[str] | bool = False,
+        recapture: Callable[[Collection[str]], Iterator[Part]] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.terms: dict[str, list[SplittingOperator]] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.like: dict[str, SplittingOperator] = {}
+        self.common: dict[str, Tensor] = {}
+        self.stream: Stream | None = None
+        places = set() if plan is None else set(plan.places.values())
+        if plan is not None and "disk" in places:
+            self.stream = DiskStream(scratch_folder(scratch), plan.part_bytes)
+        elif plan is not None and recapture is not None and "recompute" in places:
+            self.stream = RecomputedStream(recapture, plan.batches)
+
+    def keep(self, name: str, operator: SplittingOperator) -> None:
+        """Take an operator of one batch."""
+        if self.plan is None:
+            self.terms.setdefault(name, []).append(operator)
+            return
+        place = self.plan.places[name]
+        if place == "dense":
+            if name not in self.sums:
+                shape = (*operator.shape, operator.shape[1])
+                self.sums[name] = torch.zeros(shape, dtype=operator.dtype, device=operator.device)
+            operator.add_dense(self.sums[name], 1 / self.plan.batches)
+            return
+        stored = operator.stored_as(self.plan.dtype)
+        if place == "memory":
+            self.terms.setdefault(name, []).append(stored)
+            return
+        self.like.setdefault(name, shell(stored))
+        common = operator.common_part()
+        if common is not None:
+            # Added up in place: many small tensors between large ones would leave holes that nothing fits into.
+            self.common.setdefault(name, torch.zeros_like(common)).add_(common)
+        if isinstance(self.stream, DiskStream):
+            self.stream.append(name, stored)
+
+    def operator(self, name: str, batches: int) -> SplittingOperator:
+        """Return the average over the batches."""
+        if name in self.sums:
+            return DenseOperator(self.sums[name])
+        if name in self.terms:
+            terms = self.terms[name]
+            return terms[0] if batches == 1 else SumOperator(terms, [1 / batches] * batches)
+        assert self.stream is not None
+        self.stream.batches = batches
+        like, common = self.like[name], self.common.get(name)
+        rows = None if like.rows is None else like.rows * batches
+        return StreamedOperator(self.stream, name, like, rows, None if common is None else common / batches)
+
+
+def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[Part]]:
+    """Return what captures given units of all batches again, as long as the model is what it was."""
+    state = [*capturer.model.parameters(), *capturer.model.buffers()]
+    versions = [tensor._version for tensor in state]
+
+    def recapture(units: Collection[str]) -> Iterator[Part]:
+        capturer.graph.check(capturer.model)
+        if [tensor._version for tensor in state] != versions:
+            raise ValueError("the model has changed since it was captured; capture it again")
+        chosen = [unit for unit in capturer.graph if unit.name in units]
+        for index, batch in enumerate(batches):
+            operators: dict[str, SplittingOperator] = {}
+            with undisturbed(capturer.model):
+                capturer(batch, index, chosen, operators.__setitem__)
+            yield list(operators.items())
+
+    return recapture
+
+
+def _count(batches: Iterable[Any]) -> int:
+    count = length_of(batches)
+    if count is None or isinstance(batches, Iterator):
+        raise ValueError("batches must have a length and be iterable again where memory_budget is given, as a list is")
+    return count
+
+
+@dataclass
+class _Measured:
+    """A batch that was captured in order to plan: what units need for it, how long it took, its loss.
+
+    Its operators are there if those of all batches like it fit into the budget as they come.
+    """
+
+    needs: list[UnitNeed]
+    seconds: float
+    loss: float
+    operators: dict[str, SplittingOperator]
+
+
+def _measured(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches: int, budget: int | None) -> _Measured:
+    needs: list[UnitNeed] = []
+    operators: dict[str, SplittingOperator] = {}
+    timed = 0.0
+
+    def measure(name: str, operator: SplittingOperator) -> None:
+        nonlocal timed
+        began = time.perf_counter()
+        with torch.no_grad():
+            needs.append(UnitNeed.of(name, operator, batches))
+            operators[name] = operator
+            if not fits_as_it_comes(needs, batches, budget):
+                # Of the units before this one too, once.
+                for index, need in enumerate(needs):
+                    if need.name in operators:
+                        needs[index] = replace(need, half_error=half_error(operators.pop(need.name)))
+        timed += time.perf_counter() - began
+
+    began = time.perf_counter()
+    with undisturbed(capturer.model):
+        loss = capturer(batch, 0, units, measure)
+    return _Measured(needs[::-1], time.perf_counter() - began - timed, loss, operators)
+
+
+def _choose(graph: Graph, units: Sequence[str] | None) -> list[Unit]:
+    if units is None:
+        return list(graph)
+    for name in units:
+        if name not in graph.units:
+            raise ValueError(f"units: {name!r} is not a unit of this graph, which has {', '.join(graph.units)}")
+    return [graph.units[name] for name in dict.fromkeys(units)]

@@ -1,0 +1,267 @@
+"""What a capture will keep, where, and what that costs: decided before it begins."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from s3d_fast.base.byte_counts import as_text, local_processes
+from s3d_fast.base.tables import text_table
+from s3d_fast.operators import SplittingOperator
+from s3d_fast.operators.cost import expected_steps, forming_products, prefers_exact
+
+PLACES = {
+    "dense": "the matrices themselves, added up batch by batch",
+    "memory": "rows and coefficients in memory",
+    "disk": "rows and coefficients in a scratch file, read at every step",
+    "recompute": "nothing: every step captures all batches again",
+}
+# The tolerance at which forming S is compared with Lanczos; that of the solver is not known yet.
+TOL = 1e-2
+# Coefficients of both signs cancel, and what is left may be as small as their rounding errors: bfloat16 is used only
+# where products of the first batch change by no more than this.
+HALF_TOLERANCE = 1e-3
+# A share of the disk is left free.
+DISK_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class UnitNeed:
+    """What the operator of a unit on one batch needs: bytes as they come, and seconds of a product."""
+
+    name: str
+    filters: int
+    width: int  # D
+    rows: int | None
+    evaluations: int  # of every filter: samples times positions
+    nbytes: int
+    float_bytes: int  # of those, what bfloat16 would halve
+    half_error: float | None  # of a product in bfloat16, see `half_error`; None: not measured
+    wants_dense: bool
+    forming: float  # products that take as long as forming the matrices
+    seconds: float  # of a product
+
+    @classmethod
+    def of(cls, name: str, operator: SplittingOperator, batches: int) -> UnitNeed:
+        """Return the need of an operator, one of as many as there are batches; takes a product or two."""
+        tensors = [value for value in vars(operator).values() if isinstance(value, torch.Tensor)]
+        floats = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.float32)
+        dense = operator.rows is not None and prefers_exact(operator, TOL, rows=operator.rows * batches)
+        V = _test_vectors(operator)
+        if operator.device.type != "cpu":
+            # Kernels of a GPU are compiled, and their options tried, at the first product.
+            operator.matvec(V)
+        began = time.perf_counter()
+        # Read, so that a GPU is done.
+        float(operator.matvec(V).sum())
+        seconds = time.perf_counter() - began
+        evaluations = operator.C.numel() // operator.shape[0]  # type: ignore[attr-defined]
+        return cls(
+            name=name,
+            filters=operator.shape[0],
+            width=operator.shape[1],
+            rows=operator.rows,
+            evaluations=evaluations,
+            nbytes=operator.nbytes,
+            float_bytes=floats,
+            half_error=None,
+            wants_dense=dense,
+            forming=forming_products(operator),
+            seconds=seconds,
+        )
+
+    @property
+    def dense_bytes(self) -> int:
+        """The matrices of all filters, in float32."""
+        return 4 * self.filters * self.width**2
+
+    @property
+    def forming_seconds(self) -> float:
+        """How long adding the matrices of one batch up is expected to take."""
+        return self.seconds * self.forming
+
+    def stored_bytes(self, dtype: torch.dtype | None) -> int:
+        """The bytes of a batch in a dtype; None is as they come."""
+        return self.nbytes - (self.float_bytes // 2 if dtype is torch.bfloat16 else 0)
+
+
+def half_error(operator: SplittingOperator) -> float:
+    """Return how much a product changes with rows and coefficients in bfloat16, relative, of the worst filter."""
+    V = _test_vectors(operator)
+    product = operator.matvec(V)
+    change = (operator.stored_as(torch.bfloat16).matvec(V) - product).norm(dim=-1)
+    return float((change / product.norm(dim=-1).clamp(min=1e-30)).max())
+
+
+def _test_vectors(operator: SplittingOperator) -> torch.Tensor:
+    V = torch.randn(operator.shape, dtype=operator.dtype, generator=torch.Generator().manual_seed(0))
+    return V.to(operator.device)
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What a capture keeps of every unit, and where.
+
+    Attributes:
+        needs: of every unit on one batch.
+        places: of every unit, one of `PLACES`.
+        dtype: of what is stored; None is as it comes.
+        batches: how many.
+        budget: in bytes, or None.
+        batch_seconds: that the capture of a batch takes, by measurement.
+        part_bytes: of each of the two parts of a scratch file that are in memory at a time.
+    """
+
+    needs: tuple[UnitNeed, ...]
+    places: dict[str, str]
+    dtype: torch.dtype | None
+    batches: int
+    budget: int | None
+    batch_seconds: float
+    part_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What is kept in memory."""
+        dense = sum(need.dense_bytes for need in self._at("dense"))
+        batch = sum(need.stored_bytes(self.dtype) for need in self._at("recompute"))
+        return dense + self.batches * self._stored("memory") + 2 * self.part_bytes + batch
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the scratch file holds."""
+        return self.batches * self._stored("disk")
+
+    @property
+    def flops_per_step(self) -> int:
+        """The arithmetic of one product S v of all filters: 4 N D M, or 2 M D^2 where S was formed."""
+        total = 0
+        for need in self.needs:
+            if self.places[need.name] == "dense":
+                total += 2 * need.filters * need.width**2
+            else:
+                total += 4 * need.evaluations * self.batches * need.width * need.filters
+        return total
+
+    @property
+    def capture_seconds(self) -> float:
+        """How long the capture is expected to take, forming of matrices included."""
+        forming = sum(need.forming_seconds for need in self._at("dense"))
+        return self.batches * (self.batch_seconds + forming)
+
+    @property
+    def step_seconds(self) -> float:
+        """How long one product of all filters is expected to take, reading from the disk not included."""
+        stored = sum(need.seconds for need in self.needs if self.places[need.name] != "dense")
+        again = self.batch_seconds if any(place == "recompute" for place in self.places.values()) else 0.0
+        return self.batches * (stored + again)
+
+    @property
+    def solve_seconds(self) -> float:
+        """How long all steps of the solver are expected to take, at a tolerance of 1e-2."""
+        steps = [expected_steps(need.width, TOL) for need in self.needs if self.places[need.name] != "dense"]
+        return max(steps, default=0.0) * self.step_seconds
+
+    def _at(self, place: str) -> list[UnitNeed]:
+        return [need for need in self.needs if self.places[need.name] == place]
+
+    def _stored(self, place: str) -> int:
+        return sum(need.stored_bytes(self.dtype) for need in self._at(place))
+
+    def __str__(self) -> str:
+        rows = [["unit", "M", "D", "rows", "kept", "bytes"]]
+        for need in self.needs:
+            place = self.places[need.name]
+            amount = need.dense_bytes if place == "dense" else self.batches * need.stored_bytes(self.dtype)
+            count = str(need.evaluations * self.batches)
+            shown = "-" if place == "recompute" else as_text(amount)
+            rows.append([need.name, str(need.filters), str(need.width), count, place, shown])
+        kept = "as they come" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        budget = "no budget" if self.budget is None else f"a budget of {as_text(self.budget)}"
+        lines = [
+            text_table(rows),
+            *(f"{place}: {PLACES[place]}" for place in PLACES if place in self.places.values()),
+            f"{as_text(self.memory_bytes)} in memory of {budget}, {as_text(self.disk_bytes)} on disk; "
+            f"rows and coefficients {kept}.",
+            f"Expected: {self.capture_seconds:.3g} s for the capture of {self.batches} batches, "
+            f"{self.flops_per_step / 1e9:.3g} GFLOP and {self.step_seconds:.3g} s for a step of the solver, "
+            f"{self.solve_seconds:.3g} s for all of them.",
+        ]
+        return "\n".join(lines)
+
+
+def decide(
+    needs: Sequence[UnitNeed],
+    batches: int,
+    budget: int | None,
+    batch_seconds: float,
+    scratch: str | os.PathLike[str] | bool = True,
+) -> CapturePlan:
+    """Choose what is kept and where: in memory as it comes, in bfloat16, on disk, or computed again, in this order.
+
+    Matrices that are smaller than their rows, and cheaper to form than Lanczos would be, are formed.
+
+    Raises:
+        ValueError: not even one batch fits into the budget.
+    """
+    if budget is None:
+        return CapturePlan(tuple(needs), {need.name: "memory" for need in needs}, None, batches, None, batch_seconds)
+    formed, left = _formed(needs, batches, budget)
+    rest = [need for need in needs if need.name not in formed]
+    places = {need.name: "dense" if need.name in formed else "memory" for need in needs}
+    errors = [math.inf if need.half_error is None else need.half_error for need in rest]
+    half = torch.bfloat16 if all(error <= HALF_TOLERANCE for error in errors) else None
+    for dtype in (None, half):
+        if batches * sum(need.stored_bytes(dtype) for need in rest) <= left:
+            return CapturePlan(tuple(needs), places, dtype, batches, budget, batch_seconds)
+    batch = sum(need.stored_bytes(half) for need in rest)
+    on_disk, largest = batches * batch, max(need.stored_bytes(half) for need in rest)
+    if scratch is not False and on_disk <= DISK_SHARE * free_bytes(scratch) and 2 * largest <= left:
+        places = {name: "disk" if place == "memory" else place for name, place in places.items()}
+        part = max(largest, min(left // 4, on_disk))
+        return CapturePlan(tuple(needs), places, half, batches, budget, batch_seconds, part)
+    # Nothing is stored, and the operators of a batch are there as they come.
+    batch = sum(need.stored_bytes(None) for need in rest)
+    if batch > left:
+        raise ValueError(
+            f"memory_budget is too small: of {as_text(budget)}, {as_text(left)} are left for rows, and "
+            f"one batch needs {as_text(batch)}; give a larger budget, or smaller batches"
+        )
+    places = {name: "recompute" if place == "memory" else place for name, place in places.items()}
+    return CapturePlan(tuple(needs), places, None, batches, budget, batch_seconds)
+
+
+def fits_as_it_comes(needs: Sequence[UnitNeed], batches: int, budget: int | None) -> bool:
+    """Return whether all that is not formed can be kept in memory as it comes; once False, more needs do not help."""
+    if budget is None:
+        return True
+    formed, left = _formed(needs, batches, budget)
+    return batches * sum(need.nbytes for need in needs if need.name not in formed) <= left
+
+
+def _formed(needs: Sequence[UnitNeed], batches: int, budget: int) -> tuple[set[str], int]:
+    """Return the units whose matrices are formed, and what is left of the budget."""
+    formed, left = set(), budget
+    for need in sorted(needs, key=lambda need: need.dense_bytes):
+        # Of what is left, so that parts of the others have room.
+        if need.wants_dense and need.dense_bytes < batches * need.nbytes and need.dense_bytes <= left // 2:
+            formed.add(need.name)
+            left -= need.dense_bytes
+    return formed, left
+
+
+def free_bytes(scratch: str | os.PathLike[str] | bool) -> int:
+    """Return the free space where a scratch file would be, of which every process of the machine gets its part."""
+    return shutil.disk_usage(scratch_folder(scratch)).free // local_processes()
+
+
+def scratch_folder(scratch: str | os.PathLike[str] | bool) -> str:
+    """Return the folder of scratch files: the one given, or the system's for temporary files."""
+    return tempfile.gettempdir() if isinstance(scratch, bool) else os.fspath(scratch)

@@ -1,0 +1,59 @@
+"""What is available here, and why the rest is not: python -m s3d_fast.env."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+import torch
+
+from s3d_fast.backends import choice, extension
+from s3d_fast.base.version import VERSION
+
+
+def report() -> dict[str, str]:
+    """Return what can be said about versions, processor, extension and backends, by name."""
+    lines = {
+        "s3d_fast": VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
+        "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "no device",
+    }
+    if extension.module is None:
+        lines["extension"] = f"not available: {extension.why_not}; {extension.HOW_TO_BUILD}"
+    else:
+        compiled, available = extension.module.compiled_isas(), extension.module.available_isas()
+        states = {name: "" if name in available else " (not on this processor)" for name in compiled}
+        states[extension.module.isa()] = " (in use)"
+        lines["extension"] = f"compiled by {extension.module.compiler}"
+        lines["instruction sets"] = ", ".join(name + state for name, state in states.items())
+    lines.update({f"backend {backend}": _backend(backend) for backend in choice.NAMES[1:]})
+    return lines
+
+
+def _backend(backend: str) -> str:
+    try:
+        choice.choose(backend)
+    except RuntimeError as error:
+        return str(error)
+    return "available"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

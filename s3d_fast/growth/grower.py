@@ -1,0 +1,290 @@
+"""Growth: the paper's Algorithm 1. Train, capture, solve, select, split; repeat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from s3d_fast.base import require
+from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_random_state
+from s3d_fast.base.world import ALONE, World
+from s3d_fast.growth import checkpoint
+from s3d_fast.growth.record import Epoch, Phase
+from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.growth.split_step import Options, SplitStep, timed
+from s3d_fast.growth.training import EpochTrainer
+from s3d_fast.network import costs
+from s3d_fast.network.graph import Graph
+from s3d_fast.network.tracing import trace
+from s3d_fast.splitting.plan import SplitPlan
+from s3d_fast.splitting.surgery import check_optimizer
+
+Train = Callable[[nn.Module, torch.optim.Optimizer, int], object]
+
+
+class Grower:
+    """Grow a model by alternating training and splitting.
+
+    Every phase starts from random states derived from `seed` and its number, so that a run that was interrupted and
+    resumed ends with the weights of one that was not (on a CPU, with the same number of threads, and with data whose
+    order depends on the global random state alone). An `EpochTrainer` is resumed after its last finished epoch, any
+    other function at the start of its phase.
+
+    The arguments fall into four groups: the network and its loss; training (`train` to `evaluate`); splitting (`eps` to
+    `plan`); and the run (`out` to `progress`).
+
+    Args:
+        model: the seed network; grown in place.
+        example_input: as for `trace`.
+        loss_fn: as for `capture`.
+        batches: a function that returns the batches to split on, of a given phase; or a list of batches. They are
+            iterated several times. All are kept in memory meanwhile, unless they come from an object that says
+            `same_every_pass = True`, has a length, and makes the same ones again at every pass.
+        train: `train(model, optimizer, phase)`; an `EpochTrainer`, or a function of yours.
+        optimizer: makes the optimizer from the model's parameters. Its state is carried through the splits, and its
+            learning rates are set back to their first values at the start of every phase.
+        phases: how often to train; there is a split between every two.
+        eps: the size of a split.
+        selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
+            phase and the graph that returns them.
+        solver: options for `extremal_eigenpairs`, such as dict(tol=1e-2).
+        memory_budget: the bytes that splitting operators may hold on to, as for `capture`.
+        units: names of the units that may be split; all by default.
+        plan: makes the split plan from the phase and the graph, in place of capture, eigenpairs and selection.
+        trained: the model is trained already: the first phase begins with its evaluation.
+        evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
+        after_phase: called with every phase when it is finished and saved.
+        out: a folder for checkpoints and the history, see `RunFolder`; without one nothing is written and nothing can
+            be resumed.
+        seed: of the random states.
+        world: the processes that run this together: `train` and `evaluate` see to their own parts, `batches` returns
+            this process's, and the first one writes the files.
+        progress: show bars.
+
+    Attributes:
+        history: a `Phase` for each phase that is finished.
+        phase: the one that is under way, or the last.
+        stopped: why growth ended before the last phase, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_input: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        batches: Sequence[Any] | Callable[[int], Iterable[Any]],
+        train: Train,
+        optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        phases: int,
+        trained: bool = False,
+        evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+        eps: float = 0.01,
+        selection: Options | Callable[[int, Graph], Options] | None = None,
+        solver: Options | None = None,
+        memory_budget: int | str | None = None,
+        units: Sequence[str] | None = None,
+        plan: Callable[[int, Graph], SplitPlan] | None = None,
+        out: str | Path | None = None,
+        seed: int = 0,
+        after_phase: Callable[[Phase], object] = lambda phase: None,
+        world: World = ALONE,
+        progress: bool = False,
+    ) -> None:
+        require.count("phases", phases)
+        require.count("seed", seed, at_least=0)
+        self.model, self.example_input, self.phases = model, example_input, phases
+        self.train, self.trained, self.evaluate = train, trained, evaluate
+        self.splitting = SplitStep(
+            loss_fn=loss_fn,
+            batches=batches,
+            eps=eps,
+            selection={"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection,
+            solver={"tol": 1e-2} if solver is None else dict(solver),
+            memory_budget=memory_budget,
+            units=units,
+            plan=plan,
+            world=world,
+            progress=progress,
+        )
+        self.folder = None if out is None else RunFolder(out)
+        self.seed, self.after_phase, self.world, self.progress = seed, after_phase, world, progress
+        self.history: list[Phase] = []
+        self.phase: Phase | None = None
+        self.stopped: str | None = None
+        # A phase that a checkpoint found in the middle of its training, and the random state to go on with.
+        self._unfinished: tuple[Phase, RandomState] | None = None
+        # Fails here, before any training, on a model that cannot be traced and on bad options.
+        self._graph = trace(model, example_input)
+        self.splitting.check(self._graph)
+        self.make_optimizer = optimizer
+        self.optimizer = optimizer(model.parameters())
+        check_optimizer(self.optimizer, model)
+        self._first_rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def run(self, resume: bool = False) -> list[Phase]:
+        """Run all phases, or those that are left; return the history.
+
+        Args:
+            resume: go on after the last phase whose checkpoint is in `out`; from the start if there is none.
+
+        Raises:
+            ValueError: `resume` without `out`; a folder that holds another run; a loss that is not finite.
+        """
+        if self.folder is not None:
+            if self.world.is_first:
+                self.folder.prepare()
+            self.world.wait()
+            found = self.folder.latest()
+            if found is not None and not resume:
+                raise ValueError(f"out: {self.folder.path} holds a run already; resume it, or give another folder")
+            if found is not None:
+                self._restore(found)
+        elif resume:
+            raise ValueError("resume needs the folder of the run; give out")
+        with tqdm(total=self.phases, initial=len(self.history), unit="phase", disable=not self.progress) as bar:
+            if self.history and len(self.history) < self.phases and not self.history[-1].was_selected:
+                # A finished run goes on for more phases: its last one was not split yet.
+                self._split(self.history[-1])
+                self._save("phase", len(self.history) - 1)
+            while len(self.history) < self.phases and self.stopped is None:
+                phase = self._phase(len(self.history))
+                self.history.append(phase)
+                self._save("phase", phase.index)
+                if self.world.is_first:
+                    if self.folder is not None:
+                        self.folder.forget_epochs()
+                    self.after_phase(phase)
+                # Every rank waits here until the checkpoint is on disk.
+                self.world.wait()
+                bar.update()
+        return self.history
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the model as it is now; traced again only when the architecture has changed."""
+        if not self._graph.is_current(self.model):
+            self._graph = trace(self.model, self.example_input)
+        return self._graph
+
+    def _phase(self, index: int) -> Phase:
+        """Train, and split unless this is the last phase."""
+        for group, rate in zip(self.optimizer.param_groups, self._first_rates, strict=True):
+            group["lr"] = rate
+        params = sum(parameter.numel() for parameter in self.model.parameters())
+        phase = Phase(index, self.graph.widths(), params, costs.count(self.graph).macs)
+        seed_all(self.seed, index, 0)
+        if self._unfinished is not None:
+            phase, state = self._unfinished
+            set_random_state(*state)
+            self._unfinished = None
+        self.phase = phase
+        with timed(phase, "train"):
+            self._train(phase)
+        with timed(phase, "evaluate"):
+            if self.evaluate is not None:
+                phase.metrics = {name: float(value) for name, value in self.evaluate(self.model).items()}
+        if self.folder is not None and self.world.is_first:
+            checkpoint.save_grown(self.model, self.folder.file("network", index))
+        if index + 1 < self.phases:
+            self._split(phase)
+        return phase
+
+    def _train(self, phase: Phase) -> None:
+        if self.trained and phase.index == 0:
+            return
+        if not isinstance(self.train, EpochTrainer):
+            self.train(self.model, self.optimizer, phase.index)
+            return
+
+        def after_epoch(epoch: Epoch) -> None:
+            phase.epochs.append(epoch)
+            self._save("epoch", phase.index, unfinished=phase)
+
+        # The seconds of epochs that were trained before the run was resumed count as well.
+        phase.seconds["train"] = sum(epoch.seconds for epoch in phase.epochs)
+        self.train(
+            self.model,
+            self.optimizer,
+            phase.index,
+            start=len(phase.epochs),
+            loss_scale=phase.epochs[-1].loss_scale if phase.epochs else None,
+            after_epoch=after_epoch,
+        )
+
+    def _split(self, phase: Phase) -> None:
+        self.phase = phase
+        # A state of its own, so that a split that comes later, in a resumed run, is the same.
+        seed_all(self.seed, phase.index, 1)
+        if not self.splitting(phase, self.model, self.optimizer, self.graph, self.folder):
+            self.stopped = f"no neuron gains from a split after phase {phase.index}"
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the run it continues."""
+        settings = {
+            "selection": self.splitting.selection,
+            "plan": self.splitting.plan,
+            "trained": self.trained,
+            "solver": self.splitting.solver,
+            "eps": self.splitting.eps,
+            "seed": self.seed,
+            "units": self.splitting.units,
+            "optimizer": type(self.optimizer).__name__,
+        }
+        # A function is known by its name: its address changes from run to run.
+        return json.loads(json.dumps(settings, default=lambda value: getattr(value, "__qualname__", str(type(value)))))
+
+    def _save(self, kind: str, index: int, unfinished: Phase | None = None) -> None:
+        """Write the checkpoint of a finished phase, or of an epoch of a phase that is unfinished; and the history."""
+        if self.folder is None or not self.world.is_first:
+            return
+        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        state, groups = checkpoint.optimizer_tensors(self.model, self.optimizer)
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in state.items()}
+        generators, plain = random_state()
+        tensors |= {f"random/{name}": tensor for name, tensor in generators.items()}
+        record = {
+            "sizes": checkpoint.layer_sizes(self.model),
+            "groups": groups,
+            "history": [asdict(past) for past in self.history],
+            "unfinished": None if unfinished is None else asdict(unfinished),
+            "random": plain,
+            "stopped": self.stopped,
+            "settings": self._settings(),
+        }
+        checkpoint.write(self.folder.file(kind, index), tensors, record)
+        self._write_history(unfinished)
+
+    def _write_history(self, unfinished: Phase | None) -> None:
+        assert self.folder is not None
+        phases = self.history if unfinished is None else [*self.history, unfinished]
+        self.folder.write_history(phases)
+
+    def _restore(self, path: Path) -> None:
+        tensors, record = checkpoint.read(path)
+        if record["settings"] != self._settings():
+            raise ValueError(
+                f"out: {path.parent} holds a run with other settings: {record['settings']}; "
+                f"this one has {self._settings()}"
+            )
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition("/")
+            parts[part][rest] = tensor
+        checkpoint.restore(self.model, parts["model"], record)
+        self.optimizer = self.make_optimizer(self.model.parameters())
+        checkpoint.restore_optimizer(self.model, self.optimizer, parts["optimizer"], record["groups"])
+        self.history = [Phase(**past) for past in record["history"]]
+        self.stopped = record["stopped"]
+        if record["unfinished"] is not None:
+            self._unfinished = (Phase(**record["unfinished"]), (parts["random"], record["random"]))
+        # A process that was killed may have written the checkpoint and not the history.
+        if self.world.is_first:
+            self._write_history(self._unfinished[0] if self._unfinished else None)

@@ -1,0 +1,114 @@
+"""Dataclasses as JSON objects: strict when they are written, tolerant when they are read.
+
+A number that is not finite is written as null. A reader gives missing fields their defaults, ignores unknown fields,
+and turns null into NaN. It checks what a field holds: files are hostile.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, fields
+from typing import Any, TypeVar
+
+Record = TypeVar("Record")
+# (where, value, name) -> the value of a field
+Reader = Callable[[str, Any, str], Any]
+
+
+def number(where: str, value: Any, name: str) -> float:
+    """Return a number of a record; NaN where it is null or too large.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if value is None or value is MISSING:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{where}: {name} must be a number or null, got {shown(value)}")
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def count(where: str, value: Any, name: str) -> int:
+    """Return a count of a record.
+
+    Raises:
+        ValueError: it is not an integer of at least 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{where}: {name} must be an integer >= 0, got {shown(value)}")
+    return value
+
+
+def numbers(where: str, value: Any, name: str) -> dict[str, float]:
+    """Return the numbers by name; those that are null or not finite are left out."""
+    found = {key: number(f"{where}, {name}", part, key) for key, part in mapping(f"{where}: {name}", value).items()}
+    return {key: part for key, part in found.items() if math.isfinite(part)}
+
+
+def counts(where: str, value: Any, name: str) -> dict[str, int]:
+    """Return the counts by name."""
+    return {key: count(f"{where}, {name}", part, key) for key, part in mapping(f"{where}: {name}", value).items()}
+
+
+def mapping(where: str, value: Any) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object, got {'nothing' if value is None else shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return a value as error messages show it."""
+    return "nothing" if value is MISSING else repr(value)[:80]
+
+
+READERS: Mapping[str, Reader] = {
+    "int": count,
+    "float": number,
+    "dict[str, int]": counts,
+    "dict[str, float]": numbers,
+}
+
+
+def read(kind: type[Record], where: str, value: Any, readers: Mapping[str, Reader] = READERS) -> Record:
+    """Return the dataclass of a kind that a JSON object holds.
+
+    Args:
+        kind: the dataclass; a field without a default must be there.
+        where: the place of the object, for errors.
+        value: what was parsed.
+        readers: what reads a field, by its type as it is written.
+
+    Raises:
+        ValueError: a field does not hold what it should; says where, what was expected and what was found.
+    """
+    found = mapping(where, value)
+    arguments = {}
+    for one in fields(kind):  # type: ignore[arg-type]
+        given = found.get(one.name, MISSING)
+        optional = one.default is not MISSING or one.default_factory is not MISSING
+        if not (optional and given in (None, MISSING)):
+            arguments[one.name] = readers[str(one.type)](where, given, one.name)
+    return kind(**arguments)
+
+
+def to_json(record: Any) -> str:
+    """Return a record as one line of strict JSON."""
+    return json.dumps(_strict(asdict(record)), allow_nan=False)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _strict(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

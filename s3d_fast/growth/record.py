@@ -1,0 +1,138 @@
+"""The record of a run: what happened in every phase, and in every epoch of its training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from s3d_fast.growth.json_records import READERS, mapping, read, shown
+
+EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
+"""The stages of a phase that splitting costs; the others are training and evaluation."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What happened in one epoch of training; NaN where it is not known. `epoch["loss"]` is `epoch.loss`.
+
+    Attributes:
+        epoch: its number in the phase, from 0.
+        loss: the mean training loss.
+        learning_rate: the last one.
+        seconds: that it took.
+        samples: that were trained on, in all processes.
+        loss_scale: the factor on the loss in fp16; 1 in other precisions.
+    """
+
+    epoch: int
+    loss: float = math.nan
+    learning_rate: float = math.nan
+    seconds: float = math.nan
+    samples: int = 0
+    loss_scale: float = 1.0
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def keys(self) -> Iterator[str]:
+        """Yield the names of the fields."""
+        return (one.name for one in fields(self))
+
+
+@dataclass
+class Phase:
+    """What happened in one phase of growth: training, and the split after it.
+
+    Attributes:
+        index: of the phase, from 0.
+        widths: of every unit while it trained.
+        params: all parameters of the model.
+        macs: multiply-accumulates per sample of the layers that hold channels.
+        metrics: what `evaluate` returned after training.
+        loss: on the batches for splitting, after training; NaN in the last phase, which does not split.
+        split_loss: the same after the split.
+        predicted_change: eps^2 / 2 times the sum of the gains.
+        gains: the sum of the gains of every unit's splits.
+        new_filters: of every unit.
+        splits: how many neurons were split.
+        negative: how many of them into copies of which one has a negative weight, as S2D never does.
+        unconverged: filters whose eigenpairs did not reach the tolerance.
+        batches: that the split was computed on, those of all processes.
+        matvecs: products S v that the slowest filter took.
+        memory: bytes that the splitting operators held; in each process, if there are several.
+        scratch: bytes of their scratch file.
+        seconds: for each stage.
+        epochs: what an `EpochTrainer` did in each.
+    """
+
+    index: int
+    widths: dict[str, int]
+    params: int
+    macs: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    loss: float = math.nan
+    split_loss: float = math.nan
+    predicted_change: float = 0.0
+    gains: dict[str, float] = field(default_factory=dict)
+    new_filters: dict[str, int] = field(default_factory=dict)
+    splits: int = 0
+    negative: int = 0
+    unconverged: int = 0
+    batches: int = 0
+    matvecs: int = 0
+    memory: int = 0
+    scratch: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    epochs: list[Epoch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # A checkpoint has them as plain data.
+        self.epochs = [epoch if isinstance(epoch, Epoch) else Epoch(**epoch) for epoch in self.epochs]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether training is over; otherwise the phase is in progress."""
+        return bool(self.metrics) or "evaluate" in self.seconds
+
+    @property
+    def was_selected(self) -> bool:
+        """Whether the phase ended with a split, or found nothing to split."""
+        return "select" in self.seconds
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the phase ended with a split."""
+        return math.isfinite(self.split_loss) or any(self.new_filters.values())
+
+    @property
+    def predicted(self) -> float | None:
+        """The change of the loss that the split promised; None without a split, or if its method promises nothing."""
+        promised = self.is_split and (self.predicted_change != 0 or any(self.gains.values()))
+        return self.predicted_change if promised and math.isfinite(self.predicted_change) else None
+
+    @property
+    def measured(self) -> float | None:
+        """The change of the loss that the split brought; None where it is not known."""
+        change = self.split_loss - self.loss
+        return change if math.isfinite(change) else None
+
+
+def read_phase(where: str, value: Any) -> Phase:
+    """Return the phase that a JSON object holds; an epoch without a number gets its place.
+
+    Raises:
+        ValueError: a field does not hold what it should; says where, what was expected and what was found.
+    """
+    return read(Phase, where, value, {**READERS, "list[Epoch]": _epochs})
+
+
+def _epochs(where: str, value: Any, name: str) -> list[Epoch]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: {name} must be a list, got {shown(value)}")
+    places = f"{where}, {name}"
+    return [read(Epoch, places, {"epoch": place} | mapping(places, part)) for place, part in enumerate(value)]

@@ -1,0 +1,115 @@
+"""A run as its folder tells it: finished, under way, or somebody else's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from s3d_fast.growth.record import EIGEN_STAGES, Phase
+from s3d_fast.growth.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Run:
+    """A growth run as its folder tells it.
+
+    Attributes:
+        folder: of the run.
+        about: run.json.
+        phases: in order; the last may have been in progress.
+        notes: what was amiss with the files, in sentences.
+    """
+
+    folder: Path
+    about: dict[str, Any]
+    phases: list[Phase]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> str:
+        return self.about["recipe"]
+
+    @property
+    def preset(self) -> str:
+        return self.about["preset"]
+
+    @property
+    def method(self) -> str:
+        return self.about["method"]
+
+    @property
+    def seed(self) -> int:
+        return self.about["seed"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.about["settings"]
+
+    @property
+    def is_grown(self) -> bool:
+        """Whether every phase goes on from the one before; the networks of "uniform" are trained from scratch."""
+        return self.method != "uniform"
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """All that was chosen but the seed: the settings, and what else of run.json changes the results."""
+        more = {name: self.about.get(name) for name in ("scratch", "precision")}
+        # Where a run began, and what it imitates, differ from seed to seed by their paths.
+        more |= {name: True if self.about.get(name) else None for name in ("start", "like")}
+        chosen = self.settings | {name: value for name, value in more.items() if value is not None}
+        return {name: value for name, value in chosen.items() if name != "seed"}
+
+    @property
+    def variant(self) -> str:
+        """The method and the numbers that belong to its name, such as "s3d c=1.3"."""
+        # c = 1 is what S2D means, and the other methods have neither.
+        names = {"s3d": ("c", "m"), "s2d": ("m",)}.get(self.method, ())
+        shown = [
+            name for name in names if self.settings.get(name) is not None and (name, self.settings[name]) != ("m", 2)
+        ]
+        return " ".join([self.method, *(f"{name}={self.settings[name]}" for name in shown)])
+
+    @property
+    def label(self) -> str:
+        """The variant and the seed, such as "s3d c=1.3, seed 0"."""
+        return f"{self.variant}, seed {self.seed}"
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read the folder of a run, finished or not.
+
+    Unknown fields are ignored. If a phase was recorded twice, as by a run that was resumed, the later record counts. A
+    last line that was not written to its end is left out, and a note says so.
+
+    Raises:
+        FileNotFoundError: the folder, run.json or history.jsonl is missing.
+        ValueError: a file does not hold what it should; says where, what was expected and what was found.
+    """
+    files = RunFolder(folder)
+    if not files.path.is_dir():
+        raise FileNotFoundError(f"{files.path} must be the folder of a run, and is not a folder")
+    about = files.read_about()
+    lines, notes = files.read_history()
+    phases = {phase.index: phase for phase in lines}
+    return Run(files.path, about, [phases[index] for index in sorted(phases)], notes)
+
+
+def eigen_share(run: Run) -> float:
+    """Return the share of all seconds that splitting took, `EIGEN_STAGES`; NaN if none are recorded."""
+    return share_of_eigen_stages(run.phases)
+
+
+def share_of_eigen_stages(phases: Sequence[Phase]) -> float:
+    """Return `eigen_share` of some phases."""
+    eigen = sum(phase.seconds.get(stage, 0.0) for phase in phases for stage in EIGEN_STAGES)
+    total = sum(sum(phase.seconds.values()) for phase in phases)
+    return eigen / total if total > 0 else math.nan
+
+
+def main_metric(runs: Sequence[Run]) -> str | None:
+    """Return the metric to show: accuracy if any run has it, else the first that was recorded, else None."""
+    names = [name for run in runs for phase in run.phases for name in phase.metrics]
+    return "accuracy" if "accuracy" in names else next(iter(names), None)

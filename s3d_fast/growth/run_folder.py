@@ -1,0 +1,188 @@
+"""The files of a growth run: what writes each of them, and beside it what reads it again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from s3d_fast.base.files import write_whole
+from s3d_fast.growth import checkpoint
+from s3d_fast.growth.json_records import mapping, shown, to_json
+from s3d_fast.growth.record import Phase, read_phase
+
+# What run.json must say: name -> (type, in words, default).
+ABOUT: dict[str, tuple[type, str, Any]] = {
+    "recipe": (str, "a string", None),
+    "preset": (str, "a string", None),
+    "method": (str, "a string", None),
+    "seed": (int, "an integer", None),
+    "settings": (dict, "an object", {}),
+    "environment": (dict, "an object", {}),
+    "command": (list, "a list", []),
+}
+
+
+class RunFolder:
+    """A folder with the files of one run.
+
+    `phase-000.safetensors` is all that the run needs to go on after phase 0, `epoch-001.safetensors` after the last
+    epoch of phase 1 that is finished, while that phase trains; `network-000.safetensors` is the network as phase 0 has
+    trained it, `spectra-000.safetensors` its extreme eigenvalues, `history.jsonl` has a line for every phase, and
+    `run.json` says what a recipe's run is.
+    """
+
+    KINDS = ("phase", "epoch", "network", "spectra")
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def prepare(self) -> None:
+        """Make the folder, and remove what a process that was killed while it wrote has left behind."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for kind in self.KINDS:
+            for path in self.path.glob(f".{kind}-*.safetensors.*.tmp"):
+                path.unlink(missing_ok=True)
+        for path in self.path.glob(".history.jsonl.*.tmp"):
+            path.unlink(missing_ok=True)
+        self.forget_epochs()
+
+    def file(self, kind: str, phase: int) -> Path:
+        """Return the path of a file of a phase; `kind` is one of `KINDS`."""
+        assert kind in self.KINDS
+        return self.path / f"{kind}-{phase:03d}.safetensors"
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint to go on from: the newest finished phase's, or that of an epoch after it."""
+        epoch, finished = self._epoch(), self._finished()
+        return epoch if epoch.exists() else finished[-1] if finished else None
+
+    def networks(self) -> list[Path]:
+        """Return the saved networks, in the order of the phases."""
+        return sorted(self.path.glob("network-*.safetensors"))
+
+    def forget_epochs(self) -> None:
+        """Remove the checkpoints of epochs whose phase is finished."""
+        for path in self.path.glob("epoch-*.safetensors"):
+            if path != self._epoch():
+                path.unlink(missing_ok=True)
+
+    def _finished(self) -> list[Path]:
+        return sorted(self.path.glob("phase-*.safetensors"))
+
+    def _epoch(self) -> Path:
+        """Return where the epochs of the first phase that is not finished are kept."""
+        return self.file("epoch", len(self._finished()))
+
+    def write_spectra(self, phase: int, spectra: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Write lambda_min and lambda_max of the filters of every unit, as UNIT/lambda_min and UNIT/lambda_max."""
+        tensors = {}
+        for unit, (low, high) in spectra.items():
+            tensors[f"{unit}/lambda_min"], tensors[f"{unit}/lambda_max"] = low.float(), high.float()
+        checkpoint.write(self.file("spectra", phase), tensors, {"phase": phase})
+
+    def read_spectra(self, phase: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return lambda_min and lambda_max, each (M,), of the filters of every unit before the split of a phase.
+
+        Raises:
+            FileNotFoundError: the phase has no spectra.
+            ValueError: the file does not hold spectra.
+        """
+        path = self.file("spectra", phase)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path.name} is missing")
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path.name} must be a safetensors file, but: {error}") from error
+        spectra = {}
+        for unit in dict.fromkeys(name.rpartition("/")[0] for name in sorted(tensors)):
+            pair = [tensors.get(f"{unit}/{end}") for end in ("lambda_min", "lambda_max")]
+            if any(values is None or values.ndim != 1 or values.dtype.kind != "f" for values in pair):
+                raise ValueError(f"{path.name} must hold vectors lambda_min and lambda_max for {unit!r}")
+            spectra[unit] = (np.asarray(pair[0], dtype=np.float64), np.asarray(pair[1], dtype=np.float64))
+        return spectra
+
+    def write_history(self, phases: Sequence[Phase]) -> None:
+        """Write a line of strict JSON for every phase: what is not a number is null."""
+        write_whole(self.path / "history.jsonl", "".join(to_json(phase) + "\n" for phase in phases).encode())
+
+    def read_history(self) -> tuple[list[Phase], tuple[str, ...]]:
+        """Return the phases in the order of their lines, and notes on what was amiss, in sentences.
+
+        Raises:
+            FileNotFoundError, ValueError: see `read_run`.
+        """
+        path = self.path / "history.jsonl"
+        *lines, rest = _bytes(path).split(b"\n")
+        phases = [
+            read_phase(where, _parse(where, line))
+            for where, line in ((f"{path.name}, line {number}", line) for number, line in enumerate(lines, 1))
+            if line.strip()
+        ]
+        if not rest.strip():
+            return phases, ()
+        # What follows the last end of a line may be a whole record or the beginning of one.
+        where = f"{path.name}, line {len(lines) + 1}"
+        try:
+            record = _parse(where, rest)
+        except ValueError:
+            return phases, (f"The last line of {path.name} was not written to its end, and is left out.",)
+        return [*phases, read_phase(where, record)], ()
+
+    def write_about(self, about: Mapping[str, Any]) -> None:
+        """Write run.json: what the run is."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / "run.json", (json.dumps(about, indent=1) + "\n").encode())
+
+    def read_about(self) -> dict[str, Any]:
+        """Return run.json: what the run is.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it does not hold what it should.
+        """
+        path = self.path / "run.json"
+        record = mapping(path.name, _parse(path.name, _bytes(path)))
+        for name, (kind, words, default) in ABOUT.items():
+            value = record.get(name, default)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                given = shown(record[name]) if name in record else "nothing"
+                raise ValueError(f"{path.name}: {name} must be {words}, got {given}")
+            record[name] = value
+        return record
+
+
+def read_spectra(folder: str | os.PathLike[str], index: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return lambda_min and lambda_max, each (M,), of the filters of every unit before the split of a phase.
+
+    Raises:
+        FileNotFoundError: the phase has no spectra.
+        ValueError: the file does not hold spectra.
+    """
+    return RunFolder(folder).read_spectra(index)
+
+
+def _parse(where: str, data: bytes) -> Any:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} must be UTF-8 text, but: {error}") from error
+    try:
+        # NaN and Infinity are not JSON, but Python writes them unless told otherwise.
+        return json.loads(text, parse_constant=lambda constant: None)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} must be JSON, but: {error}; got {text[:80]!r}") from error
+
+
+def _bytes(path: Path) -> bytes:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} must be the folder of a run, and has no file {path.name}")
+    return path.read_bytes()

@@ -1,0 +1,146 @@
+"""A splitting step: capture, solve, select, split; and the loss before and after it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from s3d_fast.base import byte_counts, require
+from s3d_fast.base.batches import are_the_same
+from s3d_fast.base.losses import checked_loss
+from s3d_fast.base.world import World
+from s3d_fast.capture.all_batches import capture
+from s3d_fast.capture.sharding import sharded
+from s3d_fast.growth.record import Phase
+from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.network.graph import Graph
+from s3d_fast.network.undisturbed import undisturbed
+from s3d_fast.solvers import extremal_eigenpairs
+from s3d_fast.splitting.plan import SplitPlan
+from s3d_fast.splitting.selection import select
+from s3d_fast.splitting.surgery import apply_splits
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """How the splits of a run are made; `Grower` says what each field is."""
+
+    loss_fn: Callable[[Any, Any], Tensor]
+    batches: Sequence[Any] | Callable[[int], Iterable[Any]]
+    eps: float
+    selection: Options | Callable[[int, Graph], Options]
+    solver: Options
+    memory_budget: int | str | None
+    units: Sequence[str] | None
+    plan: Callable[[int, Graph], SplitPlan] | None
+    world: World
+    progress: bool
+
+    def check(self, graph: Graph) -> None:
+        """Raise ValueError or TypeError on bad options, before a phase of training rather than after it."""
+        require.positive("eps", self.eps)
+        if self.memory_budget is not None:
+            byte_counts.as_bytes("memory_budget", self.memory_budget)
+        for name in self.units or ():
+            if name not in graph.units:
+                raise ValueError(f"units: {name!r} is not a unit of the model, which has {', '.join(graph.units)}")
+        select({}, graph, **self._selection(0, graph))
+        extremal_eigenpairs([], **self.solver)
+        if "generator" in self.solver:
+            raise ValueError("solver: a generator has a state that a resumed run would not have; leave it out")
+
+    def __call__(
+        self,
+        phase: Phase,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        graph: Graph,
+        folder: RunFolder | None,
+    ) -> bool:
+        """Split the neurons that gain the most, and note in `phase` what happened; return whether any were split."""
+        with timed(phase, "capture"):
+            given = self.batches(phase.index) if callable(self.batches) else self.batches
+            batches: Any = given if are_the_same(given) else list(given)
+            phase.batches = int(self.world.sum(len(batches))[0])
+        plan = self._plan(phase, model, graph, batches, folder)
+        # The same in all processes, also where the clock cut a search for the best plan short.
+        plan = replace(plan, splits=self.world.same(plan.splits))
+        for name, splits in plan.by_unit().items():
+            phase.gains[name] = sum(split.gain for split in splits)
+            phase.new_filters[name] = sum(split.copies - 1 for split in splits)
+        phase.splits, phase.negative = len(plan), sum(bool((split.weights < 0).any()) for split in plan.splits)
+        phase.predicted_change = plan.predicted_change(self.eps)
+        if not len(plan):
+            return False
+        with timed(phase, "split"):
+            apply_splits(model, plan, self.eps, optimizer)
+        # What the split did, for comparison with what it promised.
+        with timed(phase, "measure"):
+            phase.split_loss = self._loss(model, batches)
+        return True
+
+    def _plan(
+        self, phase: Phase, model: nn.Module, graph: Graph, batches: Collection[Any], folder: RunFolder | None
+    ) -> SplitPlan:
+        """Return the splits of this phase: those that gain the most, or what the function given has chosen."""
+        if self.plan is not None:
+            with timed(phase, "measure"):
+                phase.loss = self._loss(model, batches)
+            with timed(phase, "select"):
+                return self.plan(phase.index, graph)
+        with timed(phase, "capture"):
+            operators = capture(
+                model,
+                self.loss_fn,
+                batches,
+                graph,
+                units=self.units,
+                memory_budget=self.memory_budget,
+                progress=self.progress,
+            )
+            if self.world.size > 1:
+                operators = sharded(operators, len(batches))
+        phase.loss = operators.loss
+        with timed(phase, "solve"):
+            spectra = extremal_eigenpairs(operators, **{"progress": self.progress, **self.solver})
+        # After the solver, which reads a scratch file by parts.
+        phase.memory = operators.nbytes
+        if operators.plan is not None:
+            phase.scratch = operators.plan.disk_bytes
+            if self.progress:
+                tqdm.write(operators.report(), file=sys.stderr)
+        phase.unconverged = sum(int((~spectrum.converged).sum()) for spectrum in spectra.values())
+        phase.matvecs = max((int(spectrum.matvecs.max()) for spectrum in spectra.values()), default=0)
+        if folder is not None and self.world.is_first:
+            ends = {name: (spectrum.lambda_min, spectrum.lambda_max) for name, spectrum in spectra.items()}
+            folder.write_spectra(phase.index, ends)
+        with timed(phase, "select"):
+            return select(spectra, graph, **self._selection(phase.index, graph))
+
+    def _loss(self, model: nn.Module, batches: Collection[Any]) -> float:
+        """Return the mean loss in eval mode on the batches of all processes."""
+        with undisturbed(model), torch.no_grad():
+            mine = sum(float(checked_loss(model, self.loss_fn, batch, index)) for index, batch in enumerate(batches))
+        total, count = self.world.sum(mine, len(batches))
+        return total / count
+
+    def _selection(self, phase: int, graph: Graph) -> Options:
+        return self.selection(phase, graph) if callable(self.selection) else self.selection
+
+
+@contextmanager
+def timed(phase: Phase, stage: str) -> Iterator[None]:
+    """Add the seconds that the `with` block takes to a stage of the phase."""
+    start = time.perf_counter()
+    yield
+    phase.seconds[stage] = phase.seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -1,0 +1,189 @@
+"""The built-in training loop; a Grower takes any function of the same signature in its place."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from s3d_fast.base import require
+from s3d_fast.base.batches import length_of, moved
+from s3d_fast.base.losses import batch_loss
+from s3d_fast.base.world import ALONE, World
+from s3d_fast.growth.record import Epoch
+from s3d_fast.growth.schedules import Schedule, constant
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class EpochTrainer:
+    """Train a model for some epochs: `trainer(model, optimizer, phase)`.
+
+    Batches are moved to the device of the model.
+
+    Args:
+        loader: batches; iterated once per epoch.
+        loss_fn: loss_fn(output, target) or loss_fn(model, batch), as for `capture`.
+        epochs: per phase.
+        schedule: the factor on the optimizer's learning rates as a function of the epochs passed; see `schedules`.
+        precision: of the forward pass: "fp32", "bf16", "fp16" (the loss is then scaled), or "auto": the best that the
+            device has, which on a CPU is fp32.
+        channels_last: keep images and filters with their channels innermost, which convolutions are faster with.
+        compile: train through torch.compile; it compiles anew in every phase, since the layers have other sizes.
+        world: the processes that train together, each on its part of every batch; gradients are averaged.
+        progress: show a bar with samples per second and the time left.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        loss_fn: Callable[[Any, Any], Tensor],
+        epochs: int,
+        *,
+        schedule: Schedule | None = None,
+        precision: str = "fp32",
+        channels_last: bool = False,
+        compile: bool = False,
+        world: World = ALONE,
+        progress: bool = False,
+    ) -> None:
+        require.count("epochs", epochs)
+        require.choice("precision", precision, ("auto", *PRECISIONS))
+        self.loader, self.loss_fn, self.epochs = loader, loss_fn, epochs
+        self.schedule = constant() if schedule is None else schedule
+        self.precision, self.channels_last, self.compile = precision, channels_last, compile
+        self.world, self.progress = world, progress
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        phase: int,
+        *,
+        start: int = 0,
+        loss_scale: float | None = None,
+        before_epoch: Callable[[int], object] = lambda epoch: None,
+        after_epoch: Callable[[Epoch], object] = lambda epoch: None,
+    ) -> None:
+        """Train in train mode.
+
+        Args:
+            model: the model, changed in place.
+            optimizer: of its parameters; its learning rates are those that the schedule's factor multiplies.
+            phase: its number, for the bar and for errors.
+            start: the epochs that were trained before, in a run that is resumed.
+            loss_scale: that of the last of them.
+            before_epoch: called with the number of each epoch.
+            after_epoch: called with what happened in it.
+
+        Raises:
+            ValueError: the loss is not finite; or the processes have different numbers of batches.
+        """
+        if not self.world.agree(length_of(self.loader) or 0):
+            # Those with more batches would wait for the others forever.
+            raise ValueError("loader must have as many batches in every process, and theirs differ")
+        device = next(model.parameters()).device
+        if self.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        wrapped = self.world.wrap(model)
+        forward = torch.compile(wrapped) if self.compile else wrapped
+        step = _Step(forward, optimizer, self.loss_fn, self.precision, device)
+        if loss_scale is not None:
+            step.loss_scale = loss_scale
+        rates = [group["lr"] for group in optimizer.param_groups]
+        model.train()
+        try:
+            with tqdm(desc=f"phase {phase}", unit=" samples", disable=not self.progress) as bar:
+                for epoch in range(start, self.epochs):
+                    before_epoch(epoch)
+                    record = self._epoch(epoch, start, step, optimizer, rates, bar)
+                    self.world.level(model)
+                    if not math.isfinite(record.loss):
+                        raise ValueError(
+                            f"the training loss is not finite in phase {phase}, epoch {epoch}: {record.loss}"
+                        )
+                    bar.set_postfix(epoch=epoch, loss=f"{record.loss:.4g}")
+                    after_epoch(record)
+        finally:
+            # What the schedule multiplies next time.
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _epoch(
+        self, epoch: int, start: int, step: _Step, optimizer: torch.optim.Optimizer, rates: list[float], bar: Any
+    ) -> Epoch:
+        length = length_of(self.loader)
+        began, samples, batches = time.perf_counter(), 0, 0
+        # Kept on the device: reading the loss after every batch would make a GPU wait.
+        total = torch.zeros((), dtype=torch.float64, device=step.device)
+        step.begin()
+        for batch in self.loader:
+            factor = self.schedule(epoch + batches / length if length else float(epoch))
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            batch = moved(batch, step.device, self.channels_last)
+            total += step(batch)
+            count = _samples(batch)
+            samples, batches = samples + count, batches + 1
+            if bar.total is None and length is not None:
+                # Batches are of one size, which is known now.
+                bar.total, bar.n = length * self.epochs * count, start * length * count
+            bar.update(count)
+        if not batches:
+            raise ValueError(f"loader has no batches in epoch {epoch}; it must hold some, and be iterable again")
+        loss, batches_of_all, samples_of_all = self.world.sum(float(total), batches, samples)
+        mean = loss / batches_of_all
+        seconds, rate = time.perf_counter() - began, optimizer.param_groups[0]["lr"]
+        return Epoch(epoch, mean, rate, seconds, int(samples_of_all), step.end())
+
+
+class _Step:
+    """One update of the parameters, in a given precision."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[Any, Any], Tensor],
+        precision: str,
+        device: torch.device,
+    ) -> None:
+        if precision == "auto":
+            precision = "fp32" if device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        self.model, self.optimizer, self.loss_fn, self.device = model, optimizer, loss_fn, device
+        mixed = precision != "fp32"
+        self.autocast = torch.autocast(device.type, PRECISIONS[precision] if mixed else None, enabled=mixed)
+        # The gradients of fp16 are too small to be represented unless the loss is scaled.
+        self.scales = precision == "fp16"
+        self.loss_scale = 2.0**16 if self.scales else 1.0
+
+    def begin(self) -> None:
+        """Begin an epoch, with a scaler that knows nothing but the scale: as one that is resumed would begin."""
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale, enabled=self.scales)
+
+    def end(self) -> float:
+        """End an epoch; return the scale of the loss."""
+        self.loss_scale = self.scaler.get_scale()
+        return self.loss_scale
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the loss before the update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast:
+            loss = batch_loss(self.model, self.loss_fn, batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+
+def _samples(batch: Any) -> int:
+    """Return the number of samples of a batch: the length of its first tensor."""
+    while isinstance(batch, (tuple, list, dict)) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return len(batch) if isinstance(batch, Tensor) and batch.dim() else 1

@@ -1,0 +1,1 @@
+"""The definitions: activations, optimal splits, and every operation as plain PyTorch."""

@@ -1,0 +1,269 @@
+"""Every operation as plain PyTorch, one expression each: the definition that tests and benchmarks compare with.
+
+Nothing here checks its input; `s3d_fast.ops` does, once. Shapes: N rows, D parameters per filter, M filters, and any
+leading dimensions of V (written `...`) hold several vectors per filter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv2d_weight
+
+from s3d_fast.maths.activations import Activation
+
+Pair = tuple[int, int]
+
+
+class ConvGeometry(NamedTuple):
+    """How a 2-d convolution moves over its input; every entry is (vertical, horizontal)."""
+
+    kernel_size: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+
+
+def splitting_matvec(
+    X: Tensor,  # (N, D)
+    C: Tensor,  # (N, M)
+    V: Tensor,  # (..., M, D), or (..., M, D + 1) with bias
+    bias: bool = False,
+) -> Tensor:  # like V
+    """Return S_j v_j for every filter j, where S_j = sum_n C[n, j] x_n x_n^T:  ((X V^T) * C)^T X.
+
+    With `bias`, every row is x_n = [X[n], 1]. Costs 4 N D M flops per vector; forms the (N, M) product.
+    """
+    X, C = X.to(V.dtype), C.to(V.dtype)
+    if not bias:
+        return ((X @ V.mT) * C).mT @ X
+    U = (X @ V[..., :-1].mT + V[..., None, :, -1]) * C
+    return torch.cat([U.mT @ X, U.sum(-2).unsqueeze(-1)], -1)
+
+
+def splitting_matrices(
+    X: Tensor,  # (N, D)
+    C: Tensor,  # (N, M)
+    bias: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # (M, D, D), or (M, D + 1, D + 1) with bias
+    """Return the dense splitting matrices S_j = X^T diag(C[:, j]) X in `dtype` (that of X by default)."""
+    rows = with_ones(X) if bias else X
+    rows, C = rows.to(dtype or X.dtype), C.to(dtype or X.dtype)
+    if C.shape[1] == 0:
+        return rows.new_zeros(0, rows.shape[1], rows.shape[1])
+    return torch.stack([(rows * c[:, None]).mT @ rows for c in C.unbind(1)])
+
+
+def conv_matvec(
+    X: Tensor,  # (B, I, H, W), the layer's input
+    C: Tensor,  # (B, M, H', W')
+    V: Tensor,  # (..., M, D), D = I * kh * kw (+ 1 with bias), laid out like the flattened filters
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    bias: bool = False,
+) -> Tensor:  # like V
+    """Return S_j v_j for every filter of a convolution:  conv_weight_grad(X, C * conv(X, V)).
+
+    The rows x_n are the patches of X, which are never formed.
+    """
+    X, C = X.to(V.dtype), C.to(V.dtype)
+    weight = (V[..., :-1] if bias else V).reshape(-1, X.shape[1], *kernel_size)
+    offset = V[..., -1].reshape(-1) if bias else None
+    if len(weight) == 0:
+        return torch.zeros_like(V)
+    copies = V.shape[:-2].numel()
+    geometry = (list(stride), list(padding), list(dilation))
+    U = F.conv2d(X, weight, offset, *geometry) * C.repeat(1, copies, 1, 1)
+    result = conv2d_weight(X, list(weight.shape), U, *geometry).flatten(1)
+    if bias:
+        result = torch.cat([result, U.sum((0, 2, 3))[:, None]], 1)
+    return result.reshape(V.shape)
+
+
+def edgeconv_matvec(
+    X: Tensor,  # (B, P, F), the features of P points
+    winner: Tensor,  # (B, P, M), integers in [0, P): the neighbour that won the maximum
+    C: Tensor,  # (B, P, M)
+    V: Tensor,  # (..., M, 2 F), or (..., M, 2 F + 1) with bias
+    bias: bool = False,
+) -> Tensor:  # like V
+    """Return S_j v_j for every EdgeConv filter, in the point-level form.
+
+    The row of point i and filter j is the winning edge e = [x_w - x_i, x_i], w = winner[., i, j]. With v = [a, b],
+    v.e = a.x_w + (b - a).x_i, so two products over points, a gather and a scatter replace all work over edges.
+    """
+    X, C = X.to(V.dtype), C.to(V.dtype)
+    a, b = V[..., : X.shape[-1]], V[..., X.shape[-1] : 2 * X.shape[-1]]
+    P = X @ a.mT.unsqueeze(-3)
+    index = winner.expand(P.shape)
+    u = P.gather(-2, index) + X @ (b - a).mT.unsqueeze(-3)
+    if bias:
+        u = u + V[..., None, None, :, -1]
+    t = C * u
+    received = torch.zeros_like(t).scatter_add(-2, index, t)
+    parts = [((received - t).mT @ X).sum(-3), (t.mT @ X).sum(-3)]
+    if bias:
+        parts.append(t.sum((-3, -2)).unsqueeze(-1))
+    return torch.cat(parts, -1)
+
+
+def edge_rows(
+    X: Tensor,  # (B, P, F)
+    neighbours: Tensor,  # (B, P, k), integers in [0, P)
+) -> Tensor:  # (B, P, k, 2 F)
+    """Return the edge features e_ij = [x_j - x_i, x_i] of EdgeConv."""
+    batch = torch.arange(len(X), device=X.device)[:, None, None]
+    centre = X[:, :, None].expand(-1, -1, neighbours.shape[-1], -1)
+    return torch.cat([X[batch, neighbours] - centre, centre], -1)
+
+
+def edgeconv_matvec_edges(
+    X: Tensor,  # (B, P, F)
+    neighbours: Tensor,  # (B, P, k)
+    slot: Tensor,  # (B, P, M), integers in [0, k): which neighbour won the maximum
+    C: Tensor,  # (B, P, M)
+    V: Tensor,  # (..., M, 2 F), or (..., M, 2 F + 1) with bias
+    bias: bool = False,
+) -> Tensor:  # like V
+    """Return S_j v_j for every EdgeConv filter, edge by edge: the definition that `edgeconv_matvec` reproduces.
+
+    Every edge is a row; an edge that did not win the maximum for filter j has the coefficient 0 there.
+    """
+    rows = edge_rows(X, neighbours).flatten(0, 2)
+    edges = C.new_zeros(*neighbours.shape, C.shape[-1]).scatter(-2, slot.unsqueeze(-2), C.unsqueeze(-2))
+    return splitting_matvec(rows, edges.flatten(0, 2), V, bias)
+
+
+def curvature_coefficients(
+    g: Tensor,  # (N, M) or any other shape with the channels along `axis`: dLoss / dh
+    z: Tensor,  # like g, the input of the activation
+    activation: Activation,
+    scale: Tensor | None = None,  # (M,), s = gamma / sqrt(var + eps) of a following BatchNorm
+    axis: int = 1,
+) -> Tensor:  # like g
+    """Return C = g * act''(z) * s^2."""
+    C = g * activation.second(z)
+    return C if scale is None else C * scale.reshape(-1, *[1] * (g.dim() - 1 - axis)) ** 2
+
+
+def with_ones(X: Tensor) -> Tensor:
+    """Return [X, 1]: the rows that a filter with a bias sees."""
+    return torch.cat([X, X.new_ones(*X.shape[:-1], 1)], -1)
+
+
+class Widening(NamedTuple):
+    """The arguments of `grow_weight`: how one tensor grows."""
+
+    weight: Tensor
+    rows: Tensor
+    row_scale: Tensor | None = None
+    shift: Tensor | None = None
+    shift_rows: Tensor | None = None
+    columns: Tensor | None = None
+    column_scale: Tensor | None = None
+    shift_scale: float = 1.0
+
+
+def grow_weight(
+    weight: Tensor,  # (M, I, ...), or (M,) for one number per channel
+    rows: Tensor,  # (M',), which row each new row copies
+    row_scale: Tensor | None = None,  # (M',)
+    shift: Tensor | None = None,  # (R, I, ...), added to the copied rows
+    shift_rows: Tensor | None = None,  # (M',), which row of shift; -1 for none. One after the other by default
+    columns: Tensor | None = None,  # (I',), which column each new column copies
+    column_scale: Tensor | None = None,  # (I',)
+    shift_scale: float = 1.0,
+) -> Tensor:  # (M', I', ...)
+    """Return (row_scale * weight[rows] + shift_scale * shift[shift_rows])[:, columns] * column_scale."""
+    result = weight.index_select(0, rows)
+    if row_scale is not None:
+        result = result * row_scale.reshape(-1, *[1] * (result.dim() - 1))
+    if shift is not None and shift_rows is not None:
+        moved = (shift_rows >= 0).nonzero().squeeze(-1)
+        result = result.index_add(0, moved, shift.index_select(0, shift_rows[moved]), alpha=shift_scale)
+    elif shift is not None:
+        result = result + shift_scale * shift
+    if columns is not None:
+        result = result.index_select(1, columns)
+    if column_scale is not None:
+        result = result * column_scale.reshape(-1, *[1] * (result.dim() - 2))
+    return result
+
+
+def krylov_extend(
+    basis: Tensor,  # (M, capacity, D), orthonormal; changed
+    product: Tensor,  # (M, D), S q for the last vector q = basis[:, step]
+    alpha: Tensor,  # (M, capacity), the diagonal of T = Q^T S Q; changed
+    beta: Tensor,  # (M, capacity), its off-diagonal; beta[:, k] couples vector k to vector k + 1; changed
+    length: Tensor,  # (M,), int64, the dimension of each space; changed
+    scale: Tensor,  # (M,), the largest entry of T so far; changed
+    step: int,
+) -> None:
+    """Make of S q the next basis vector of every Krylov space, and write it to basis[:, step + 1].
+
+    An exhausted space, one that S maps into itself, gets the coupling 0 and the zero vector, and stops growing.
+    """
+    width = basis.shape[2]
+    done = beta[:, step - 1] == 0 if step else torch.zeros_like(length, dtype=torch.bool)
+    space = basis[:, : step + 1]
+    a = (basis[:, step] * product).sum(-1)
+    # Once removes the component along the space; twice removes what rounding left of it.
+    for _ in range(2):
+        product = product - (space.mT @ (space @ product.unsqueeze(-1))).squeeze(-1)
+    b = safe_norm(product)
+    largest = torch.maximum(scale, a.abs() + b)
+    noise = torch.finfo(b.dtype).eps * (10 + width**0.5) * largest
+    exhausted = done | (b <= noise)
+    if step + 1 == width:
+        exhausted = torch.ones_like(exhausted)
+    length.copy_(torch.where(done, length, step + 1))
+    scale.copy_(torch.where(done, scale, largest))
+    alpha[:, step] = torch.where(done, 0, a)
+    beta[:, step] = torch.where(exhausted, 0, b)
+    basis[:, step + 1] = torch.where(exhausted.unsqueeze(-1), 0, product / b.unsqueeze(-1))
+
+
+def tridiagonal_extremes(
+    alpha: Tensor,  # (M, k), the diagonals
+    beta: Tensor,  # (M, k), the off-diagonals; the last entry has no part in T
+    length: Tensor,  # (M,), int64 in [1, k]: the size of each matrix
+) -> tuple[Tensor, Tensor]:  # (M, 2) and (M, 2, k), float64
+    """Return the smallest and largest eigenvalue of symmetric tridiagonal matrices, and their unit vectors."""
+    alpha, beta = alpha.double(), beta.double()
+    steps = alpha.shape[1]
+    # Beyond its end a matrix gets a diagonal above its whole spectrum: the rows there couple to nothing and their
+    # eigenvalues sort last, which leaves the first `length` eigenvalues as the real ones.
+    index = torch.arange(steps, device=alpha.device)
+    inside = index < length.unsqueeze(-1)
+    coupled = index + 1 < length.unsqueeze(-1)
+    zero = torch.zeros_like(alpha)
+    largest = torch.maximum(torch.where(inside, alpha.abs(), zero), torch.where(coupled, beta.abs(), zero)).amax(-1)
+    above = torch.where(largest > 0, 4 * largest, 1)
+    diagonal = torch.where(inside, alpha, above.unsqueeze(-1))
+    coupling = torch.diag_embed(torch.where(coupled, beta, zero)[:, :-1], -1) if steps > 1 else 0
+    values, vectors = torch.linalg.eigh(torch.diag_embed(diagonal) + coupling)
+    ends = torch.stack([torch.zeros_like(length), length - 1], -1)
+    vectors = vectors.gather(-1, ends.unsqueeze(-2).expand(-1, steps, -1))
+    return values.gather(-1, ends), vectors.mT
+
+
+def symmetric_extremes(S: Tensor) -> tuple[Tensor, Tensor]:  # (M, D, D) -> (M, 2) and (M, 2, D), float64
+    """Return the smallest and largest eigenvalue of symmetric matrices, and their unit vectors."""
+    S = S.double()
+    # LAPACK reads one triangle: make sure that both agree.
+    values, vectors = torch.linalg.eigh((S + S.mT) / 2)
+    return values[:, [0, -1]], vectors[..., [0, -1]].mT
+
+
+def safe_norm(vectors: Tensor) -> Tensor:
+    """Return the norms along the last dimension; squares neither overflow nor underflow, whatever the scale of S."""
+    largest = vectors.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1)
+    return (vectors / scale).norm(dim=-1) * scale.squeeze(-1)

@@ -1,0 +1,155 @@
+"""The graph of a model: which layers can be split, what follows them channel by channel, and what consumes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx, nn
+
+from s3d_fast.base.tables import text_table
+from s3d_fast.maths.activations import Activation
+
+
+class Segment(NamedTuple):
+    """Consecutive entries along a channel axis that come from one layer: `channels` channels of `repeat` entries each.
+
+    `producer` is the layer's name; None where the channels are nobody's that could be split.
+    """
+
+    producer: str | None
+    channels: int
+    repeat: int = 1
+
+
+Layout = tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer whose filters can be split.
+
+    Attributes:
+        name: of the layer in the model.
+        kind: "conv", "linear" or "edgeconv".
+        width: its filters, when the model was traced.
+        fan_in: D, the parameters of a filter, its bias included.
+        norm: name of the BatchNorm between the filters and the activation, if there is one.
+        activation: what acts on the filters' outputs.
+        followers: names of the layers that treat its channels one by one, `norm` among them.
+        consumers: names of the layers whose input columns its channels are.
+        left_out: names of later nonlinear followers, whose curvature the splitting matrix does not contain.
+    """
+
+    name: str
+    kind: str
+    width: int
+    fan_in: int
+    norm: str | None
+    activation: Activation
+    producer_node: str
+    activation_node: str
+    activation_axis: int  # where the activation's input has its channels
+    followers: tuple[str, ...] = ()
+    consumers: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that holds channels: its cost, and whether and why not it can be split."""
+
+    name: str
+    kind: str  # conv, linear, edgeconv, depthwise, batchnorm, custom
+    width: int
+    inputs: Layout  # the channels it reads: for depthwise and BatchNorm, those it treats one by one
+    positions: int  # places per sample at which it is evaluated
+    calls: int
+    shapes: Mapping[str, tuple[int, ...]]  # of its own parameters and buffers, by name
+    reason: str | None = None  # why it cannot be split; None for a unit, and for what is no producer
+
+
+@dataclass
+class Graph:
+    """What `trace` found out about a model. It holds until the model's layers change size: then trace again."""
+
+    module: fx.GraphModule
+    units: dict[str, Unit]
+    layers: dict[str, Layer]
+    others: dict[str, str]  # further modules with parameters, and what they are
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self.units.values())
+
+    def __len__(self) -> int:
+        """How many units there are; a graph without any is False in a condition."""
+        return len(self.units)
+
+    def widths(self) -> dict[str, int]:
+        """Return the width of every unit when the model was traced."""
+        return {name: unit.width for name, unit in self.units.items()}
+
+    def explain(self) -> str:
+        """Return a table of every layer: splittable, or why not."""
+        rows = [["layer", "kind", "width", "splittable", "because"]]
+        for layer in self.layers.values():
+            unit = self.units.get(layer.name)
+            if unit is not None:
+                because = f"{unit.activation.name}, consumed by {', '.join(unit.consumers)}"
+                if unit.left_out:
+                    because += f"; leaves out the curvature of {', '.join(unit.left_out)}"
+            elif layer.kind in ("conv", "linear", "edgeconv"):
+                because = layer.reason or ""
+            else:
+                followed = [unit.name for unit in self if layer.name in unit.followers]
+                because = f"follows {', '.join(followed)}" if followed else "has no filters of its own"
+            rows.append([layer.name, layer.kind, str(layer.width), "no" if unit is None else "yes", because])
+        for name, kind in self.others.items():
+            rows.append([name, kind, "", "no", "splitting does not support this layer"])
+        return text_table(rows)
+
+    def channels_of(self, inputs: Layout, widths: Mapping[str, int] | None = None) -> int:
+        """Return the entries along a channel axis of the given layout, at the given widths of the units."""
+        widths = widths or {}
+        return sum(widths.get(segment.producer or "", segment.channels) * segment.repeat for segment in inputs)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError unless the model's layers have the sizes that they had when the model was traced."""
+        for name, layer in self.layers.items():
+            try:
+                module = model.get_submodule(name)
+            except AttributeError:
+                raise ValueError(f"model has no layer {name!r}, which the traced one has") from None
+            now = shapes_of(module)
+            for tensor, shape in layer.shapes.items():
+                if now.get(tensor) != shape:
+                    raise ValueError(
+                        f"graph is stale or of another model: the {tensor} of {name!r} had shape {shape} when it was "
+                        f"traced and has {now.get(tensor)} now; trace the model again"
+                    )
+
+    def check_same(self, model: nn.Module) -> None:
+        """Raise ValueError unless this is the graph of the model itself, as it is now."""
+        self.check(model)
+        for name in self.layers:
+            if model.get_submodule(name) is not self.module.get_submodule(name):
+                raise ValueError(f"graph belongs to another model: its {name!r} is not that of the model given")
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Return whether the model consists of the modules that were traced, with the sizes that they had."""
+        try:
+            self.check_same(model)
+            return all(
+                model.get_submodule(str(node.target)) is self.module.get_submodule(str(node.target))
+                for node in self.module.graph.nodes
+                if node.op == "call_module"
+            )
+        except (ValueError, AttributeError):
+            return False
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a module's own parameters and buffers, by name."""
+    stored = {**module._parameters, **module._buffers}
+    return {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor is not None}

@@ -1,0 +1,256 @@
+"""What each kind of layer is to a split: a producer of channels, a consumer, or a follower, channel by channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
+
+from s3d_fast.maths.activations import MODULES, Activation, activation, is_activation
+from s3d_fast.network.edgeconv import EdgeConv
+
+# Modules that act on every entry alone, in eval mode not at all.
+ELEMENTWISE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# Modules that act on every channel of a feature map alone, and add no curvature.
+SPATIAL = (
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+    nn.Upsample,
+    nn.UpsamplingNearest2d,
+    nn.UpsamplingBilinear2d,
+    nn.ZeroPad2d,
+    nn.ConstantPad2d,
+    nn.ReflectionPad2d,
+    nn.ReplicationPad2d,
+)
+# Modules that act on every entry alone, nonlinearly, and whose second derivative is not known here.
+CURVED = (nn.Hardtanh, nn.Mish, nn.CELU, nn.SELU, nn.LogSigmoid)
+# Modules that may stand between a layer and its activation: every entry behind them is one entry before them.
+SELECTING = (*ELEMENTWISE, nn.Flatten, nn.MaxPool2d, nn.AdaptiveMaxPool2d)
+# Modules that mix channels, with the words that say so.
+MIXING = {nn.LayerNorm: "LayerNorm", nn.GroupNorm: "GroupNorm", nn.Softmax: "softmax", nn.LogSoftmax: "log_softmax"}
+
+
+@dataclass(frozen=True)
+class CustomLayer:
+    """What `register_layer` was told about a module type."""
+
+    per_channel: tuple[str, ...]
+    size_attributes: tuple[str, ...]
+    activation: Callable[[Any], Activation] | None
+    linear: bool
+
+
+_CUSTOM: dict[type[nn.Module], CustomLayer] = {}
+
+
+def register_layer(
+    module_type: type[nn.Module],
+    *,
+    per_channel: Sequence[str] = (),
+    size_attributes: Sequence[str] = (),
+    activation: Callable[[Any], Activation] | Activation | None = None,
+    linear: bool = False,
+) -> None:
+    """Teach `trace` a module of your own that treats every channel alone and in the same way.
+
+    Such a module is not looked into. Its output must have the channels of its input, in the same place.
+
+    Args:
+        module_type: the class; instances of exactly this class are meant.
+        per_channel: names of its parameters and buffers with one entry (or slice) per channel in dimension 0.
+        size_attributes: names of its integer attributes that hold the number of channels.
+        activation: the Activation that it is, or a function that makes one from the module. Only an activation right
+            after a layer, or after its BatchNorm, makes that layer splittable.
+        linear: the output is linear in the input for every channel, so that the module adds no curvature.
+
+    Raises:
+        TypeError: module_type is not a subclass of nn.Module.
+    """
+    if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+        raise TypeError(f"module_type must be a subclass of nn.Module, got {module_type!r}")
+    fixed = activation
+    make = (lambda module: fixed) if isinstance(fixed, Activation) else fixed
+    _CUSTOM[module_type] = CustomLayer(tuple(per_channel), tuple(size_attributes), make, linear)
+
+
+def custom_layer(module: nn.Module) -> CustomLayer | None:
+    """Return what `register_layer` was told about the type of this module, if anything."""
+    return _CUSTOM.get(type(module))
+
+
+def leaves(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of a model that tracing must not look into."""
+    return {
+        module
+        for module in model.modules()
+        if isinstance(module, EdgeConv) or type(module) in _CUSTOM or type(module) in MODULES
+    }
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """Return the activation that a module is, or None."""
+    custom = custom_layer(module)
+    if custom is not None:
+        return custom.activation(module) if custom.activation is not None else None
+    return activation(module) if is_activation(module) else None
+
+
+# The kinds of layers that mix channels: their filters may be split, and they read the channels of others.
+PRODUCERS = ("conv", "linear", "edgeconv")
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a module is to a split.
+
+    Attributes:
+        kind: one of `PRODUCERS`; "depthwise", "batchnorm" or "custom", with tensors for every channel; "activation",
+            "curved", "dropout", "spatial", "flatten", "mixing"; or "other".
+        word: what error messages call it.
+        shapes: of its own parameters and buffers, by name.
+        activation: that it is, or that an EdgeConv layer has inside.
+        width, input_width, fan_in: filters, input channels and parameters per filter of a producer.
+        multiplier: outputs per channel of a depthwise layer.
+        per_channel: the names of the tensors that have a slice per channel.
+        linear: of a custom layer: it adds no curvature.
+        selects: it may stand between a layer and its activation: every entry behind it is one entry before it.
+        is_grouped: it is a convolution with groups.
+        has_stored_rows, has_stored_columns, has_stored_channels: weight and bias, the weight, or the tensors with a
+            slice per channel, are plain parameters or buffers.
+    """
+
+    kind: str
+    word: str
+    shapes: Mapping[str, tuple[int, ...]]
+    activation: Activation | None = None
+    width: int = 0
+    input_width: int = 0
+    fan_in: int = 0
+    multiplier: int = 1
+    per_channel: tuple[str, ...] = ()
+    linear: bool = False
+    selects: bool = False
+    is_grouped: bool = False
+    has_stored_rows: bool = True
+    has_stored_columns: bool = True
+    has_stored_channels: bool = True
+
+
+def roles(modules: Mapping[str, nn.Module]) -> dict[str, Role]:
+    """Return the role of every module, by name."""
+    return {name: _role(module) for name, module in modules.items()}
+
+
+def _role(module: nn.Module) -> Role:
+    stored = {**module._parameters, **module._buffers}
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor is not None}
+    word = type(module).__name__
+    kind = producer_kind(module)
+    if kind is not None:
+        return _producer_role(module, kind, shapes)
+    custom = custom_layer(module)
+    if is_depthwise(module):
+        assert isinstance(module, nn.Conv2d)
+        multiplier = module.out_channels // module.in_channels
+        names = per_channel_names(module)
+        return Role("depthwise", word, shapes, multiplier=multiplier, has_stored_channels=is_stored(module, names))
+    if is_batchnorm(module):
+        return Role("batchnorm", word, shapes, has_stored_channels=is_stored(module, per_channel_names(module)))
+    if custom is not None:
+        return Role(
+            "custom",
+            word,
+            shapes,
+            activation=activation_of(module),
+            per_channel=custom.per_channel,
+            linear=custom.linear,
+            has_stored_channels=is_stored(module, custom.per_channel),
+        )
+    selects = isinstance(module, SELECTING)
+    if type(module) in MODULES:
+        return Role("activation", word, shapes, activation=activation(module), selects=selects)
+    for kind, types in (("dropout", ELEMENTWISE), ("curved", CURVED), ("spatial", SPATIAL), ("flatten", (nn.Flatten,))):
+        if isinstance(module, types):
+            return Role(kind, word, shapes, selects=selects)
+    mixing = next((word for type_, word in MIXING.items() if isinstance(module, type_)), None)
+    return Role("other", word, shapes) if mixing is None else Role("mixing", mixing, shapes)
+
+
+def _producer_role(module: nn.Module, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> Role:
+    inner = module.activation if isinstance(module, EdgeConv) else None
+    weight = shapes.get("weight")
+    return Role(
+        kind,
+        type(module if inner is None else inner).__name__,
+        shapes,
+        activation=None if inner is None else activation_of(inner),
+        width=output_width(module),
+        input_width=input_width(module),
+        fan_in=0 if weight is None else prod(weight[1:]) + has_bias(module),
+        is_grouped=isinstance(module, nn.Conv2d) and module.groups > 1,
+        has_stored_rows=is_stored(module, ("weight", "bias")),
+        has_stored_columns=is_stored(module, ("weight",)),
+    )
+
+
+def producer_kind(module: nn.Module) -> str | None:
+    """Return the one of `PRODUCERS` that the module is, a layer that mixes channels; else None."""
+    if isinstance(module, EdgeConv):
+        return "edgeconv"
+    if isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward:
+        return None if is_depthwise(module) else "conv"
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return "linear"
+    return None
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Return whether the module is a depthwise convolution; several outputs per channel count."""
+    return isinstance(module, nn.Conv2d) and module.groups > 1 and module.groups == module.in_channels
+
+
+def is_batchnorm(module: nn.Module) -> bool:
+    """Return whether the module is a BatchNorm that has statistics to evaluate with."""
+    return isinstance(module, _BatchNorm) and module.track_running_stats
+
+
+def output_width(module: nn.Module) -> int:
+    """Return the number of filters of a producer."""
+    return int(module.out_channels if isinstance(module, nn.Conv2d) else module.out_features)  # type: ignore[arg-type]
+
+
+def input_width(module: nn.Module) -> int:
+    """Return the number of input channels of a producer, as its columns count them."""
+    return int(module.in_channels if isinstance(module, nn.Conv2d) else module.in_features)  # type: ignore[arg-type]
+
+
+def has_bias(module: nn.Module) -> bool:
+    """Return whether a module has a bias; a bias that is computed is not evaluated to find out."""
+    return module._parameters.get("bias") is not None or is_parametrized(module, "bias")
+
+
+def is_stored(module: nn.Module, names: Sequence[str]) -> bool:
+    """Return whether these tensors of a module are plain parameters or buffers, where it has them at all."""
+    return not any(is_parametrized(module, name) for name in names) and all(
+        name in module._parameters or name in module._buffers or getattr(module, name, None) is None for name in names
+    )
+
+
+def per_channel_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the tensors that a follower of this kind has one slice per channel of."""
+    custom = custom_layer(module)
+    return ("weight", "bias", "running_mean", "running_var") if custom is None else custom.per_channel
+
+
+def per_channel_tensors(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a follower's parameters and buffers that have one slice per channel."""
+    stored = {**module._parameters, **module._buffers}
+    return tuple(name for name in per_channel_names(module) if stored.get(name) is not None)

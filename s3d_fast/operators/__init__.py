@@ -1,0 +1,21 @@
+"""What a solver sees: operators with a shape and products, one file for each form; and what their products cost."""
+
+from s3d_fast.operators.conv import ConvOperator
+from s3d_fast.operators.dense import DenseOperator
+from s3d_fast.operators.edgeconv import EdgeConvOperator
+from s3d_fast.operators.operator import Provider, SplittingOperator
+from s3d_fast.operators.pointwise import PointwiseOperator
+from s3d_fast.operators.sums import SumOperator
+from s3d_fast.operators.together import dense_all, matvec_all
+
+__all__ = [
+    "ConvOperator",
+    "DenseOperator",
+    "EdgeConvOperator",
+    "PointwiseOperator",
+    "Provider",
+    "SplittingOperator",
+    "SumOperator",
+    "dense_all",
+    "matvec_all",
+]

@@ -1,0 +1,47 @@
+"""Convolutions of any kernel size: rows are the patches of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from s3d_fast.backends.arguments import require_conv, require_vectors
+from s3d_fast.backends.choice import choose
+from s3d_fast.operators.operator import SplittingOperator
+from s3d_fast.operators.rows import mean_of_rows, restricted
+
+
+class ConvOperator(SplittingOperator):
+    """The filters of a 2-d convolution of any kernel size; its rows are the patches of X."""
+
+    def __init__(
+        self,
+        X: Tensor,  # (B, I, H, W)
+        C: Tensor,  # (B, M, H', W')
+        *,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (1, 1),
+        padding: Sequence[int] = (0, 0),
+        dilation: Sequence[int] = (1, 1),
+        bias: bool = False,
+        check_finite: bool = True,
+    ) -> None:
+        self.geometry = require_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
+        self._describe(X, C, C.shape[1], X.shape[1] * self._taps + bias)
+        self.X, self.C, self.bias = X, C, bias
+
+    @property
+    def _taps(self) -> int:
+        return self.geometry.kernel_size[0] * self.geometry.kernel_size[1]
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        require_vectors(V, *self.shape, self.X)
+        return choose(backend, self.X, self.C, V).conv_matvec(self.X, self.C, V, self.geometry, self.bias)
+
+    def restrict(self, filters: Tensor) -> ConvOperator:
+        return restricted(self, filters, C=1)
+
+    def common_part(self) -> Tensor:
+        """Return what the patches have in common, (D,), as if there were no borders."""
+        return mean_of_rows(self.X.movedim(1, -1), self.bias, repeats=self._taps)

@@ -1,0 +1,29 @@
+"""Splitting matrices that were formed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from s3d_fast.base import require
+from s3d_fast.operators.operator import SplittingOperator
+
+
+class DenseOperator(SplittingOperator):
+    """Splitting matrices that were formed; `rows` is 0, since nothing is left to be added up."""
+
+    def __init__(self, matrices: Tensor) -> None:  # (M, D, D)
+        require.tensor("matrices", matrices)
+        require.shape("matrices", matrices, ("M", matrices.shape[-1], matrices.shape[-1]))
+        require.not_empty("matrices", matrices)
+        self.matrices, self.shape, self.rows = matrices, (len(matrices), matrices.shape[-1]), 0
+        self.dtype, self.device = matrices.dtype, matrices.device
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        return torch.einsum("mde,...me->...md", self.matrices, V)
+
+    def restrict(self, filters: Tensor) -> DenseOperator:
+        return DenseOperator(self.matrices[filters])
+
+    def dense(self, backend: str = "auto") -> Tensor:
+        return self.matrices

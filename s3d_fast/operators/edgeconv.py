@@ -1,0 +1,53 @@
+"""EdgeConv layers: the rows of a filter are the edges that won its maxima."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from s3d_fast.backends.arguments import require_edgeconv, require_vectors
+from s3d_fast.backends.choice import choose
+from s3d_fast.maths.incoming import Incoming, incoming_edges
+from s3d_fast.operators.operator import SplittingOperator
+from s3d_fast.operators.rows import mean_of_rows, restricted
+
+
+class EdgeConvOperator(SplittingOperator):
+    """The filters of an EdgeConv layer, theta = [a, b] acting on edges [x_j - x_i, x_i] under a maximum over j."""
+
+    def __init__(
+        self,
+        X: Tensor,  # (B, P, F)
+        winner: Tensor,  # (B, P, M), int64
+        C: Tensor,  # (B, P, M)
+        *,
+        bias: bool = False,
+        check_finite: bool = True,
+    ) -> None:
+        require_edgeconv(X, winner, C, check_finite)
+        self._describe(X, C, C.shape[2], 2 * X.shape[2] + bias)
+        self.X, self.winner, self.C, self.bias = X, winner, C, bias
+        self._incoming: Incoming | None = None
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        require_vectors(V, *self.shape, self.X)
+        chosen = choose(backend, self.X, self.C, V)
+        if self._incoming is None and chosen.uses_incoming:
+            # Sorted once: the winners stay the same from product to product.
+            self._incoming = incoming_edges(self.winner)
+        return chosen.edgeconv_matvec(self.X, self.winner, self.C, V, self.bias, self._incoming)
+
+    def restrict(self, filters: Tensor) -> EdgeConvOperator:
+        rest = restricted(self, filters, winner=2, C=2)
+        rest._incoming = None if self._incoming is None else self._incoming.restrict(filters)
+        return rest
+
+    def common_part(self) -> Tensor:
+        """Return what edges from points to themselves have in common, (D,): those that win differ between filters."""
+        points = mean_of_rows(self.X, self.bias)
+        return torch.cat([points.new_zeros(self.X.shape[-1]), points])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the operator keeps in memory."""
+        return super().nbytes + sum(tensor.nbytes for tensor in self._incoming or ())

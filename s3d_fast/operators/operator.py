@@ -1,0 +1,104 @@
+"""What a solver sees of a layer: the splitting matrices of its filters, known by their products with vectors."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from s3d_fast.base import dtypes, require
+
+if TYPE_CHECKING:
+    from s3d_fast.operators.pointwise import PointwiseOperator
+
+
+class Provider(ABC):
+    """Provides operators that hold no data of their own with their products, those of all layers at once."""
+
+    @abstractmethod
+    def matvec_all(
+        self, operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str
+    ) -> list[Tensor]:
+        """Return the product of every operator of this provider with its own vectors."""
+
+    @abstractmethod
+    def dense_all(self, operators: Sequence[SplittingOperator], backend: str) -> list[Tensor]:
+        """Return the matrices of every operator of this provider, each (M, D, D)."""
+
+
+class SplittingOperator(ABC):
+    """M symmetric D x D matrices, one per filter, that are never formed unless `dense` is asked for.
+
+    Attributes:
+        shape: (M, D).
+        dtype: of the vectors and of the arithmetic.
+        device: where the vectors live.
+        provider: where the products come from, if not from the operator itself.
+        rows: N, where the matrices are sums over so many rows that can be added up cheaply; else None.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    provider: Provider | None = None
+    rows: int | None = None
+
+    @abstractmethod
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        """Return S_j v_j for all filters j; V is (M, D), or (K, M, D) for K vectors per filter."""
+
+    @abstractmethod
+    def restrict(self, filters: Tensor) -> SplittingOperator:
+        """Return the operator of the given filters alone; `filters` holds their indices."""
+
+    def dense(self, backend: str = "auto") -> Tensor:
+        """Return the matrices themselves, (M, D, D), column by column."""
+        filters, width = self.shape
+        basis = torch.eye(width, dtype=self.dtype, device=self.device)[:, None].expand(-1, filters, -1)
+        # At most 64 columns at a time: a product with K vectors may need K times the memory of one.
+        columns = [self.matvec(block.contiguous(), backend) for block in basis.split(64)]
+        return torch.cat(columns).permute(1, 2, 0).contiguous()
+
+    def add_dense(self, matrices: Tensor, weight: float = 1.0, backend: str = "auto") -> None:
+        """Add `weight` times the matrices to `matrices`, (M, D, D)."""
+        matrices.add_(self.dense(backend), alpha=weight)
+
+    def row_terms(self) -> list[tuple[PointwiseOperator, float]] | None:
+        """Return the operators on plain rows, with weights, that this one is the sum of; None if it is no such sum."""
+        return None
+
+    def common_part(self) -> Tensor | None:
+        """Return what the rows have in common, (D,): their mean, in units of the root mean square of their lengths.
+
+        Its length is 1 if all rows are the same, and nearly 0 if they have nothing in common. A cheap approximation is
+        good enough; None means that the operator has none to offer.
+        """
+        return None
+
+    def stored_as(self, dtype: torch.dtype | None) -> SplittingOperator:
+        """Return the operator with its rows and coefficients, where they are float32, in another dtype."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if dtype is not None and isinstance(value, Tensor) and value.dtype == torch.float32:
+                setattr(other, name, value.to(dtype))
+        return other
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the operator keeps in memory."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+    def _describe(self, X: Tensor, C: Tensor, filters: int, width: int) -> None:
+        require.not_empty("X", X)
+        require.not_empty("C", C)
+        self.shape = (filters, width)
+        self.dtype = dtypes.compute_dtype(X.dtype)
+        self.device = X.device
+
+    def __repr__(self) -> str:
+        filters, width = self.shape
+        return f"{type(self).__name__}(M={filters}, D={width}, {self.dtype}, {self.device})"

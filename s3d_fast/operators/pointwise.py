@@ -1,0 +1,47 @@
+"""Linear layers and 1 x 1 convolutions: every filter sees the same rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from s3d_fast.backends.arguments import require_rows, require_vectors
+from s3d_fast.backends.choice import choose
+from s3d_fast.operators.operator import SplittingOperator
+from s3d_fast.operators.rows import mean_of_rows, restricted
+
+
+class PointwiseOperator(SplittingOperator):
+    """The filters of a linear layer or a 1 x 1 convolution: S_j = X^T diag(C[:, j]) X."""
+
+    def __init__(
+        self,
+        X: Tensor,  # (N, D)
+        C: Tensor,  # (N, M)
+        *,
+        bias: bool = False,
+        check_finite: bool = True,
+    ) -> None:
+        require_rows(X, C, check_finite)
+        self._describe(X, C, C.shape[1], X.shape[1] + bias)
+        self.X, self.C, self.bias, self.rows = X, C, bias, len(X)
+
+    def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        require_vectors(V, *self.shape, self.X)
+        return choose(backend, self.X, self.C, V).splitting_matvec(self.X, self.C, V, self.bias)
+
+    def restrict(self, filters: Tensor) -> PointwiseOperator:
+        return restricted(self, filters, C=1)
+
+    def common_part(self) -> Tensor:
+        return mean_of_rows(self.X, self.bias)
+
+    def dense(self, backend: str = "auto") -> Tensor:
+        return choose(backend, self.X, self.C).splitting_matrices(self.X, self.C, self.bias)
+
+    def add_dense(self, matrices: Tensor, weight: float = 1.0, backend: str = "auto") -> None:
+        """Add `weight` times the matrices to `matrices`, (M, D, D), in one pass over the rows."""
+        chosen = choose(backend, matrices, self.X, self.C)
+        chosen.add_splitting_matrices(matrices, self.X, self.C, self.bias, weight)
+
+    def row_terms(self) -> list[tuple[PointwiseOperator, float]]:
+        return [(self, 1.0)]

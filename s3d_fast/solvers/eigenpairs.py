@@ -1,0 +1,162 @@
+"""Extreme eigenpairs of splitting matrices: one call, four solvers, one result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from s3d_fast.backends.choice import choose
+from s3d_fast.base import require
+from s3d_fast.operators import PointwiseOperator, SplittingOperator
+from s3d_fast.solvers.auto import Auto
+from s3d_fast.solvers.exact import Exact
+from s3d_fast.solvers.lanczos import Lanczos
+from s3d_fast.solvers.rayleigh import Rayleigh
+from s3d_fast.solvers.solver import Solver
+from s3d_fast.solvers.spectrum import Spectrum
+
+# Start vectors must not resemble the data, which is often random and often drawn after manual_seed(0): from a start in
+# the span of few rows a Krylov space would be exhausted before it has seen the rest of the spectrum.
+DEFAULT_SEED = 0x53D5EED
+SOLVERS: dict[str, Callable[..., Solver]] = {"lanczos": Lanczos, "auto": Auto, "rayleigh": Rayleigh, "exact": Exact}
+
+
+@overload
+def extremal_eigenpairs(
+    operator: SplittingOperator | tuple[Tensor, Tensor],
+    solver: str | Solver = ...,
+    tol: float = ...,
+    max_iters: int | None = ...,
+    backend: str = ...,
+    *,
+    generator: torch.Generator | None = ...,
+    progress: bool = ...,
+    **options: Any,
+) -> Spectrum: ...
+@overload
+def extremal_eigenpairs(
+    operator: Mapping[str, SplittingOperator],
+    solver: str | Solver = ...,
+    tol: float = ...,
+    max_iters: int | None = ...,
+    backend: str = ...,
+    *,
+    generator: torch.Generator | None = ...,
+    progress: bool = ...,
+    **options: Any,
+) -> dict[str, Spectrum]: ...
+@overload
+def extremal_eigenpairs(
+    operator: Sequence[SplittingOperator],
+    solver: str | Solver = ...,
+    tol: float = ...,
+    max_iters: int | None = ...,
+    backend: str = ...,
+    *,
+    generator: torch.Generator | None = ...,
+    progress: bool = ...,
+    **options: Any,
+) -> list[Spectrum]: ...
+
+
+@torch.no_grad()
+def extremal_eigenpairs(
+    operator: SplittingOperator | Mapping[str, SplittingOperator] | Sequence[SplittingOperator] | tuple[Tensor, Tensor],
+    solver: str | Solver = "lanczos",
+    tol: float = 1e-3,
+    max_iters: int | None = None,
+    backend: str = "auto",
+    *,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Spectrum | dict[str, Spectrum] | list[Spectrum]:
+    """Return the smallest and largest eigenvalue of every filter's splitting matrix, with their vectors.
+
+    Args:
+        operator: a SplittingOperator; or rows and coefficients (X, C); or a list or dict of operators, whose filters
+            all advance together and whose result is a list or dict of spectra.
+        solver: "lanczos"; "exact", which forms S; "auto", the one of these two that is expected to be faster, layer by
+            layer; or "rayleigh", the paper's gradient descent and ascent. Or a solver object, such as
+            `s3d_fast.solvers.Rayleigh(step=0.5)`.
+        tol: a filter has converged when |S v - lambda v| <= tol * (its spectral radius) at both ends.
+        max_iters: the largest number of steps; by default 128 for lanczos and auto, 1000 for rayleigh. "exact" takes no
+            steps. `Spectrum.converged` marks the filters that converged in time.
+        backend: "auto", "reference", "cpu" or "triton".
+        generator: draws the random part of the start vectors. Without one every call starts from the same vectors,
+            and the global random state is neither used nor changed.
+        progress: count the steps while they are taken.
+        options: options of the solver's own. "rayleigh" has `step`, in units of 1 / (spectral radius); 0.9 by default.
+
+    Raises:
+        ValueError, TypeError: bad arguments.
+        RuntimeError: the backend asked for is not there.
+    """
+    solver = _solver(solver, max_iters, options)
+    require.positive("tol", tol)
+    choose(backend)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+
+    operators = _as_list(operator)
+    spectra = solver.solve(operators, _random_starts(operators, generator), tol, backend, progress)
+
+    if isinstance(operator, Mapping):
+        return dict(zip(operator, spectra, strict=True))
+    if isinstance(operator, SplittingOperator) or _is_pair(operator):
+        return spectra[0]
+    return spectra
+
+
+def _solver(solver: str | Solver, max_iters: int | None, options: Mapping[str, Any]) -> Solver:
+    """Return the solver that a name and options stand for."""
+    given = dict(options) if max_iters is None else {"max_iters": max_iters, **options}
+    if isinstance(solver, Solver):
+        if given:
+            raise TypeError(f"a solver object holds its own options; got {', '.join(given)} besides it")
+        return solver
+    require.choice("solver", solver, tuple(SOLVERS))
+    if max_iters is not None:
+        require.count("max_iters", max_iters)
+    if solver == "exact":
+        given.pop("max_iters", None)
+    try:
+        return SOLVERS[solver](**given)
+    except TypeError as error:
+        raise TypeError(f"solver {solver!r} has no option {', '.join(options)}") from error
+
+
+def _as_list(operator: object) -> list[SplittingOperator]:
+    if isinstance(operator, SplittingOperator):
+        return [operator]
+    if isinstance(operator, tuple) and _is_pair(operator):
+        return [PointwiseOperator(*operator)]
+    if isinstance(operator, (Mapping, Sequence)) and not isinstance(operator, str):
+        operators = list(operator.values()) if isinstance(operator, Mapping) else list(operator)
+        wrong = [type(item).__name__ for item in operators if not isinstance(item, SplittingOperator)]
+        if not wrong:
+            return operators
+        raise TypeError(f"operator must hold SplittingOperators, got {wrong[0]} among them")
+    raise TypeError(
+        f"operator must be a SplittingOperator, a list or dict of them, or (X, C); got {type(operator).__name__}"
+    )
+
+
+def _is_pair(operator: object) -> bool:
+    return isinstance(operator, tuple) and len(operator) == 2 and all(isinstance(item, Tensor) for item in operator)
+
+
+def _random_starts(operators: Sequence[SplittingOperator], generator: torch.Generator | None) -> list[Tensor]:
+    """Return one random unit vector per filter, the same on every device."""
+    if generator is None:
+        generator = torch.Generator().manual_seed(DEFAULT_SEED)
+    return [
+        torch.nn.functional.normalize(
+            torch.randn(operator.shape, dtype=operator.dtype, generator=generator, device=generator.device),
+            dim=-1,
+        ).to(operator.device)
+        for operator in operators
+    ]

@@ -1,0 +1,1 @@
+"""From spectra to a larger network: selection, the plan, and surgery."""

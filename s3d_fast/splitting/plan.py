@@ -1,0 +1,80 @@
+"""A split plan: which neurons become which copies, and what that promises and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from s3d_fast.base.tables import text_table
+from s3d_fast.network import costs
+from s3d_fast.network.graph import Graph
+
+
+@dataclass(frozen=True)
+class NeuronSplit:
+    """One neuron becomes m copies with parameters theta + eps * offsets[k], read with the weights[k]."""
+
+    unit: str
+    neuron: int
+    weights: Tensor  # (m,), sum 1
+    offsets: Tensor  # (m, D)
+    gain: float  # sum_k w_k delta_k^T S delta_k
+
+    @property
+    def copies(self) -> int:
+        """m, the number of copies."""
+        return len(self.weights)
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The splits of a model's neurons that `apply_splits` carries out."""
+
+    graph: Graph
+    splits: Sequence[NeuronSplit]
+
+    def __len__(self) -> int:
+        return len(self.splits)
+
+    @property
+    def gain(self) -> float:
+        """The sum of the gains; the loss changes by eps^2 / 2 times this, and O(eps^3)."""
+        return sum(split.gain for split in self.splits)
+
+    def predicted_change(self, eps: float) -> float:
+        """Return the predicted change of the loss for a step of size eps."""
+        return eps * eps / 2 * self.gain
+
+    def by_unit(self) -> dict[str, list[NeuronSplit]]:
+        """Return the splits of every unit that has any, in the order of the graph."""
+        groups: dict[str, list[NeuronSplit]] = {name: [] for name in self.graph.units}
+        for split in self.splits:
+            groups.setdefault(split.unit, []).append(split)
+        return {name: group for name, group in groups.items() if group}
+
+    def widths(self) -> dict[str, int]:
+        """Return the width of every unit after the plan."""
+        widths = self.graph.widths()
+        for split in self.splits:
+            widths[split.unit] += split.copies - 1
+        return widths
+
+    def added(self) -> costs.Cost:
+        """Return the parameters and MACs that the plan adds; layers that grow at both sides are counted exactly."""
+        return costs.count(self.graph, self.widths()) - costs.count(self.graph)
+
+    def __str__(self) -> str:
+        before, after = self.graph.widths(), self.widths()
+        rows = [["unit", "width", "after", "loss change / (eps^2/2)", "params", "MACs"]]
+
+        def add(name: str, width: int, grown: int, gain: float, cost: costs.Cost) -> None:
+            rows.append([name, str(width), str(grown), f"{gain:.4g}", f"+{cost.params}", f"+{cost.macs}"])
+
+        for name, splits in self.by_unit().items():
+            alone = costs.count(self.graph, {**before, name: after[name]}) - costs.count(self.graph)
+            add(name, before[name], after[name], sum(split.gain for split in splits), alone)
+        add("all", sum(before.values()), sum(after.values()), self.gain, self.added())
+        note = "Neighbouring units that both grow cost more than each alone, which the last row contains."
+        return text_table(rows) + f"\n{note}"

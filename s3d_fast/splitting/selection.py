@@ -1,0 +1,317 @@
+"""Selection: from the spectra of all units to a split plan within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from s3d_fast.base import require
+from s3d_fast.maths.schemes import COPIES, optimal_split, split_gain
+from s3d_fast.network import costs
+from s3d_fast.network.graph import Graph, Unit
+from s3d_fast.solvers import Spectrum
+from s3d_fast.splitting.knapsack import Knapsack
+from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
+
+CostFunction = Callable[[Unit], float]
+
+
+def select(
+    spectra: Mapping[str, Spectrum],
+    graph: Graph,
+    *,
+    m: int | str = 2,
+    c: float = 1.3,
+    top_k: int | None = None,
+    fraction: float | None = None,
+    budget: float | None = None,
+    cost: str | CostFunction = "filters",
+    threshold: float = 0.0,
+    caps: int | Mapping[str, int] | None = None,
+    round_to: int = 1,
+    relax: bool = False,
+) -> SplitPlan:
+    """Choose which neurons to split, and into how many copies.
+
+    A neuron whose gain is not below -threshold is never chosen. Without any of top_k, fraction and budget all others
+    are. Ties go to the unit that comes first in the graph, then to the lower index.
+
+    Args:
+        spectra: from `extremal_eigenpairs`, by unit.
+        graph: from `trace`.
+        m: copies, 2, 3 or 4; or "knapsack": each neuron gets its own m in {1, 2, 3, 4}, which needs a budget.
+        c: the bound on the sum of absolute weights, >= 1; 1 is S2D.
+        top_k: split so many neurons at most: those with the largest gains, passing over units that are at their cap.
+        fraction: the same, as a share of all neurons that have spectra, in (0, 1].
+        budget: the cost that may be added at most, in the unit of `cost`. Neurons are chosen for the largest sum of
+            gains within it, by an exact integer programme (in large networks, the best that HiGHS finds in 20 s).
+        cost: "filters", "params" or "macs", or a function that gives the price of one more copy of a unit's filter.
+            Parameters and MACs are true: producer row, followers and all consumers' columns at their real sizes, and
+            splits of neighbouring layers in one plan.
+        threshold: eta >= 0; a gain must be below -eta.
+        caps: new filters per unit at most; a number for all units or a mapping.
+        round_to: the width of every unit after the plan is a multiple of this, or as it was; the splits that gain least
+            are given up for it.
+        relax: with a budget, solve the linear relaxation of the programme, as the paper does, and round down.
+
+    Raises:
+        ValueError: bad arguments, or spectra that do not belong to the graph.
+    """
+    knapsack = m == "knapsack"
+    if not knapsack:
+        if isinstance(m, str):
+            raise ValueError(f"m must be 2, 3, 4 or 'knapsack', got {m!r}")
+        require.copy_count(m)
+    require.weight_bound(c)
+    require.number("threshold", threshold)
+    if threshold < 0:
+        raise ValueError(f"threshold must be a finite number >= 0, got {threshold!r}")
+    require.count("round_to", round_to)
+    _check_spectra(spectra, graph)
+    limits = [
+        name for name, value in (("top_k", top_k), ("fraction", fraction), ("budget", budget)) if value is not None
+    ]
+    if len(limits) > 1:
+        raise ValueError(f"give at most one of top_k, fraction and budget; got {', '.join(limits)}")
+    if budget is None and (knapsack or relax or cost != "filters"):
+        raise ValueError("m='knapsack', relax and cost go with a budget, got none")
+
+    candidates = _candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold)
+    if budget is None:
+        chosen = _best(candidates, _limit(spectra, top_k, fraction), _caps(caps, graph))
+    else:
+        chosen = _within_budget(candidates, graph, budget, cost, _caps(caps, graph), relax)
+    chosen = _rounded(candidates, chosen, graph, round_to)
+    return SplitPlan(graph, _splits(candidates, chosen, spectra, c))
+
+
+@dataclass
+class _Candidates:
+    """Every (neuron, number of copies) that gains enough, in the order of the graph."""
+
+    units: list[str]
+    unit: np.ndarray  # (n,), index into units
+    neuron: np.ndarray  # (n,)
+    copies: np.ndarray  # (n,)
+    gain: np.ndarray  # (n,), negative
+
+    def order(self) -> np.ndarray:
+        """Return the candidates by gain, largest decrease first; a stable sort, so that ties keep their order."""
+        return np.argsort(self.gain, kind="stable")
+
+
+def _check_spectra(spectra: Mapping[str, Spectrum], graph: Graph) -> None:
+    for name, spectrum in spectra.items():
+        unit = graph.units.get(name)
+        if unit is None:
+            raise ValueError(f"spectra: {name!r} is not a unit of the graph, which has {', '.join(graph.units)}")
+        for vectors, values in ((spectrum.v_min, spectrum.lambda_min), (spectrum.v_max, spectrum.lambda_max)):
+            if tuple(vectors.shape) != (unit.width, unit.fan_in) or tuple(values.shape) != (unit.width,):
+                raise ValueError(
+                    f"spectra: {name!r} must have {unit.width} filters of {unit.fan_in} parameters, got "
+                    f"{tuple(vectors.shape)} and {tuple(values.shape)}; were they computed before the model changed?"
+                )
+
+
+def _candidates(
+    spectra: Mapping[str, Spectrum], graph: Graph, copies: tuple[int, ...], c: float, threshold: float
+) -> _Candidates:
+    names = [name for name in graph.units if name in spectra]
+    columns: list[list[np.ndarray]] = []
+    for index, name in enumerate(names):
+        spectrum = spectra[name]
+        best = np.zeros(len(spectrum))
+        for m in copies:
+            gain = split_gain(spectrum.lambda_min, spectrum.lambda_max, m, c).double().cpu().numpy()
+            # More copies that gain nothing more are never worth their price.
+            useful = np.flatnonzero((gain < -threshold) & (gain < best))
+            best = np.minimum(best, gain)
+            columns.append([np.full(len(useful), index), useful, np.full(len(useful), m), gain[useful]])
+    if not columns:
+        columns = [[np.zeros(0, np.int64)] * 3 + [np.zeros(0)]]
+    unit, neuron, m_column, gain_column = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    return _Candidates(names, unit, neuron, m_column, gain_column)
+
+
+def _limit(spectra: Mapping[str, Spectrum], top_k: int | None, fraction: float | None) -> int | None:
+    if top_k is not None:
+        require.count("top_k", top_k, at_least=0)
+        return top_k
+    if fraction is None:
+        return None
+    require.number("fraction", fraction)
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must lie in (0, 1], got {fraction!r}")
+    return max(1, round(fraction * sum(len(spectrum) for spectrum in spectra.values())))
+
+
+def _caps(caps: int | Mapping[str, int] | None, graph: Graph) -> dict[str, float]:
+    """Return by how many filters every unit may grow."""
+    given = caps if isinstance(caps, Mapping) else {} if caps is None else dict.fromkeys(graph.units, caps)
+    for name, cap in given.items():
+        if name not in graph.units:
+            raise ValueError(f"caps: {name!r} is not a unit of the graph, which has {', '.join(graph.units)}")
+        require.count(f"caps of {name!r}" if isinstance(caps, Mapping) else "caps", cap, at_least=0)
+    return {name: float(given.get(name, float("inf"))) for name in graph.units}
+
+
+def _best(candidates: _Candidates, limit: int | None, caps: Mapping[str, float]) -> np.ndarray:
+    """Return the best candidates up to a limit, passing over what would grow a unit beyond its cap."""
+    added = dict.fromkeys(candidates.units, 0)
+    kept: list[int] = []
+    for index in candidates.order():
+        if limit is not None and len(kept) == limit:
+            break
+        name, more = candidates.units[candidates.unit[index]], int(candidates.copies[index]) - 1
+        if added[name] + more <= caps[name]:
+            added[name] += more
+            kept.append(int(index))
+    return np.array(kept, dtype=np.int64)
+
+
+def _prices(graph: Graph, cost: str | CostFunction) -> dict[str, float]:
+    """Return the price of one more copy of a filter, for every unit, the others as they are."""
+    if callable(cost):
+        prices = {name: float(cost(unit)) for name, unit in graph.units.items()}
+        bad = [name for name, price in prices.items() if not (0 < price < float("inf"))]
+        if bad:
+            raise ValueError(f"cost must be finite and > 0, got {prices[bad[0]]} for {bad[0]!r}")
+        return prices
+    require.choice("cost", cost, ("filters", "params", "macs"))
+    if cost == "filters":
+        return dict.fromkeys(graph.units, 1.0)
+    return {name: float(getattr(price, cost)) for name, price in costs.marginal(graph).items()}
+
+
+def _cross_prices(graph: Graph, cost: str | CostFunction, names: list[str]) -> dict[tuple[int, int], float]:
+    """Return what it costs beyond both prices that two units grow by one filter each."""
+    if callable(cost) or cost == "filters":
+        return {}
+    place = {name: index for index, name in enumerate(names)}
+    prices, found = costs.marginal(graph), {}
+    for name, unit in graph.units.items():
+        more = costs.marginal(graph, {name: unit.width + 1})
+        for other in unit.consumers:
+            if name in place and other in place:
+                found[place[name], place[other]] = float(getattr(more[other] - prices[other], cost))
+    return found
+
+
+def _within_budget(
+    candidates: _Candidates,
+    graph: Graph,
+    budget: float,
+    cost: str | CostFunction,
+    caps: Mapping[str, float],
+    relax: bool,
+) -> np.ndarray:
+    require.number("budget", budget)
+    if budget < 0:
+        raise ValueError(f"budget must be a finite number >= 0, got {budget!r}")
+    names = candidates.units
+    prices = _prices(graph, cost)
+    if budget == 0 or len(candidates.gain) == 0:
+        return np.zeros(0, np.int64)
+    _, neuron = np.unique(np.stack([candidates.unit, candidates.neuron]), axis=1, return_inverse=True)
+    knapsack = Knapsack(
+        gain=candidates.gain,
+        neuron=neuron.reshape(-1),
+        unit=candidates.unit,
+        extra=(candidates.copies - 1).astype(np.float64),
+        price=np.array([prices[name] for name in names]),
+        cross=_cross_prices(graph, cost, names),
+        cap=np.array([caps[name] for name in names]),
+    )
+    plans = [_keep_within(knapsack, knapsack.relaxed, budget)]
+    if not relax:
+        # Where the search ends before it is done, the relaxation may have found the better plan.
+        plans.append(_keep_within(knapsack, knapsack.exact, budget))
+    chosen = min((plan for plan in plans if plan is not None), key=lambda plan: candidates.gain[plan].sum())
+    return _first_of_equals(candidates, chosen, knapsack, caps)
+
+
+def _keep_within(knapsack: Knapsack, solve: Callable[[float], np.ndarray | None], budget: float) -> np.ndarray | None:
+    """Return a choice whose true cost is within the budget.
+
+    The relaxation leaves out what neighbours cost together, and HiGHS may exceed a bound by its tolerance: where the
+    true cost is too high, solve again with as much less to spend.
+    """
+    available = float(budget)
+    for _ in range(60):
+        chosen = solve(available)
+        if chosen is None:
+            return None
+        total = knapsack.cost(chosen)
+        if total <= budget:
+            return chosen
+        available = min(available * budget / total, available * (1 - 1e-6))
+    return np.zeros(0, np.int64)
+
+
+def _first_of_equals(
+    candidates: _Candidates, chosen: np.ndarray, knapsack: Knapsack, caps: Mapping[str, float]
+) -> np.ndarray:
+    """Let ties go to the first: neurons with the same prices and gains are interchangeable."""
+    options: dict[int, dict[int, int]] = {}
+    for j, neuron in enumerate(knapsack.neuron):
+        options.setdefault(int(neuron), {})[int(candidates.copies[j])] = j
+    coupled = {unit for pair in knapsack.cross for unit in pair}
+    coupled |= {u for u, name in enumerate(candidates.units) if caps[name] < float("inf")}
+    classes: dict[object, list[int]] = {}
+    for neuron, by_copies in options.items():
+        unit = int(candidates.unit[next(iter(by_copies.values()))])
+        key = (
+            unit if unit in coupled else None,
+            float(knapsack.price[unit]),
+            tuple((m, float(candidates.gain[j])) for m, j in by_copies.items()),
+        )
+        classes.setdefault(key, []).append(neuron)
+    taken = {int(knapsack.neuron[j]): int(candidates.copies[j]) for j in chosen}
+    result = []
+    for neurons in classes.values():
+        copies = sorted((taken[neuron] for neuron in neurons if neuron in taken), reverse=True)
+        result += [options[neuron][m] for neuron, m in zip(neurons, copies, strict=False)]
+    return np.array(sorted(result), dtype=np.int64)
+
+
+def _rounded(candidates: _Candidates, chosen: np.ndarray, graph: Graph, round_to: int) -> np.ndarray:
+    """Give up the least gains of every unit until its width is a multiple of `round_to`, or as it was."""
+    if round_to == 1:
+        return chosen
+    kept: list[int] = []
+    for index, name in enumerate(candidates.units):
+        mine = sorted((i for i in chosen if candidates.unit[i] == index), key=lambda i: candidates.gain[i])
+        while mine:
+            added = sum(int(candidates.copies[i]) - 1 for i in mine)
+            if (graph.units[name].width + added) % round_to == 0:
+                break
+            mine.pop()
+        kept += mine
+    return np.array(kept, dtype=np.int64)
+
+
+def _splits(
+    candidates: _Candidates, chosen: np.ndarray, spectra: Mapping[str, Spectrum], c: float
+) -> list[NeuronSplit]:
+    """Return the optimal split of every chosen candidate, in the order of the graph."""
+    result = []
+    for index, name in enumerate(candidates.units):
+        for m in COPIES:
+            mine = chosen[(candidates.unit[chosen] == index) & (candidates.copies[chosen] == m)]
+            if len(mine) == 0:
+                continue
+            neurons = torch.from_numpy(np.sort(candidates.neuron[mine]))
+            spectrum = spectra[name]
+            rows = neurons.to(spectrum.lambda_min.device)
+            split = optimal_split(
+                spectrum.lambda_min[rows], spectrum.v_min[rows], spectrum.lambda_max[rows], spectrum.v_max[rows], m, c
+            )
+            gains = split.gain.tolist()
+            for position, neuron in enumerate(neurons.tolist()):
+                result.append(
+                    NeuronSplit(name, neuron, split.weights[position], split.offsets[position], gains[position])
+                )
+    return result
