@@ -1,1 +1,1 @@
-"""Triton kernels, installed as s3d_fast.kernels and imported only when a GPU backend is asked for."""
+"""Triton kernels, installed as s3d_fast.kernels and imported at the first use of the Triton backend."""

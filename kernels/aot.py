@@ -1,6 +1,6 @@
-"""Compile every kernel for GPUs that need not be here, and check what came out: python -m s3d_fast.kernels.aot.
+"""Compile every kernel ahead of time, without a GPU, and check the result: python -m s3d_fast.kernels.aot.
 
-It fails on an error of the compiler, on spills to local memory, on more shared memory than the GPU has, and on kernels
+The check fails on compiler errors, on spills to local memory, on more shared memory than the GPU has, and on kernels
 for 16-bit rows without tensor-core instructions.
 """
 
@@ -37,18 +37,18 @@ from s3d_fast.kernels.products import DTYPES, product_form, wants_filters_along_
 from s3d_fast.maths.activations import activation, activation_names
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-# What the rows are stored as and, where it is not "highest", the precision.
+# The dtype of the rows, followed by the precision unless that is "highest".
 CHECKED = ("fp32", "bf16")
 EVERYTHING = (*CHECKED, "fp16", "fp64", "fp32 high", "bf16 medium", "fp16 medium")
-# Layers with more than these many filters have the tiles of the table; those with fewer get smaller ones.
+# With this many filters every tile has its full size; layers with few filters get smaller tiles.
 MANY_FILTERS = 1024
 
 
 class KernelSources:
     """The kernels for one target and one dtype of the rows, in their default configurations.
 
-    Each matrix kernel comes as it is for layers without a bias whose sizes are multiples of 16, and as "general": with
-    a bias, several vectors per filter, and sizes, strides and addresses of which nothing is known.
+    Each matrix kernel has two variants. The plain one is for layers without a bias whose sizes are multiples of 16. The
+    "general" one is for layers with a bias, several vectors per filter, and any sizes and strides.
     """
 
     def __init__(self, target: Target, kind: str) -> None:
@@ -97,9 +97,9 @@ class KernelSources:
         )
 
     def layer(self, is_general: bool, *sizes: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the constants of a layer, and which of its sizes are known to be multiples of 16."""
+        """Return the constants of a layer, and the names of the sizes that are multiples of 16."""
         constants = {"K": 2 if is_general else 1, "BIAS": is_general, "FORM": self.form, "FAR": False}
-        # Vectors come with filters or with their own entries as neighbours; `pointwise` does not tell the compiler.
+        # In V either the filters or the entries of a vector are contiguous; `pointwise` hides this from the compiler.
         constants["v_row" if self.across else "v_column"] = 1
         constants["ACROSS"] = self.across
         if is_general:
@@ -170,7 +170,7 @@ class KernelSources:
         )  # fmt: skip
 
     def grouped(self, is_general: bool) -> Iterator[KernelSource]:
-        # Filters that leave take the alignment of C with them.
+        # The solver drops filters that have converged; the columns of C that remain may be unaligned.
         for x_aligned, c_aligned in ((False, False),) if is_general else ((True, True), (True, False)):
             config = grouped.configs(self.device, self.form, self.stored, x_aligned)[0]
             constants = {
@@ -220,7 +220,7 @@ class KernelSources:
         )  # fmt: skip
 
     def lanczos(self) -> Iterator[KernelSource]:
-        # Vectors are float32 whatever the rows are.
+        # Vectors are float32, except for float64 rows.
         if self.kind not in ("fp32", "fp64"):
             return
         numbers = {name: f"*{self.dtype}" for name in ("basis", "product", "alpha", "beta", "scale", "q")}
@@ -249,7 +249,7 @@ def _label(config: Config) -> str:
 
 
 def faults(compiled: Compiled, source: KernelSource) -> list[str]:
-    """Return what is wrong with a compiled kernel."""
+    """Return the faults of a compiled kernel; an empty list means none."""
     found = []
     if compiled.spills:
         found.append(f"spills {compiled.spills} bytes a thread to local memory")
@@ -262,7 +262,7 @@ def faults(compiled: Compiled, source: KernelSource) -> list[str]:
 
 
 def _compile(job: tuple[str, str, int]) -> tuple[Compiled | None, list[str]]:
-    """Compile the source of a number, which is all that needs to go from one process to another."""
+    """Compile the source that a job names by its index, so that only the index is sent to another process."""
     target, kind, index = job
     source = list(KernelSources(TARGETS[target], kind))[index]
     where = f"{source.name} ({source.config}) for {target} in {kind}"
@@ -274,7 +274,7 @@ def _compile(job: tuple[str, str, int]) -> tuple[Compiled | None, list[str]]:
 
 
 def check(targets: Sequence[str], kinds: Sequence[str], processes: int = 2) -> tuple[list[Compiled], list[str]]:
-    """Compile everything, and return what came out and what is wrong with it."""
+    """Compile all kernels; return the compiled kernels and their faults."""
     jobs = [
         (target, kind, index)
         for target in targets
@@ -287,7 +287,7 @@ def check(targets: Sequence[str], kinds: Sequence[str], processes: int = 2) -> t
 
 
 def table(compiled: Sequence[Compiled]) -> str:
-    """Return the table as Markdown."""
+    """Return the compiled kernels as a Markdown table."""
     lines = [
         "| kernel | rows | target | tile | registers | shared memory | spills | tensor core | instructions |",
         "|---|---|---|---|--:|--:|--:|--:|--:|",
@@ -302,17 +302,19 @@ def table(compiled: Sequence[Compiled]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check all kernels; return 0 if nothing is wrong."""
+    """Check all kernels; return 0 if there are no faults."""
     parser = argparse.ArgumentParser(prog="python -m s3d_fast.kernels.aot", description=__doc__)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--rows", nargs="+", choices=EVERYTHING, default=list(CHECKED))
-    parser.add_argument("--everything", action="store_const", dest="rows", const=list(EVERYTHING), help="all of these")
+    parser.add_argument(
+        "--everything", action="store_const", dest="rows", const=list(EVERYTHING), help="all choices of --rows"
+    )
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write what came out to this file")
+    parser.add_argument("--json", type=Path, help="write the compiled kernels to this file")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
     if INTERPRETED:
-        parser.error("TRITON_INTERPRET is set: nothing would be compiled")
+        parser.error("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     compiled, found = check(options.targets, options.rows, options.processes)
     if options.json:
         lines = ",\n".join(json.dumps(item.as_dict()) for item in compiled)

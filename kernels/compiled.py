@@ -1,4 +1,4 @@
-"""Compile a kernel for a GPU that need not be here, and read off what came out: registers, spills, instructions."""
+"""Compile a kernel without a GPU, and count its registers, spilled bytes and instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from s3d_fast.kernels.device import Device
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU to compile for; processors, registers and clocks are of the named model."""
+    """A GPU to compile for; `device` describes the model."""
 
     name: str
     model: str
@@ -36,21 +36,21 @@ TARGETS = {
     )
 }
 
-# What tensor-core instructions are called in the three instruction sets.
+# The names of tensor-core instructions in the three instruction sets.
 TENSOR_CORE = {"sm_80": r"\bHMMA", "sm_90": r"\bH(?:G)?MMA", "gfx942": r"\bv_mfma"}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of one kernel in one configuration."""
+    """The resources that one compiled kernel uses, in one configuration."""
 
     kernel: str
     target: str
-    dtype: str  # of the rows, and the precision where it is not the highest
+    dtype: str  # of the rows, followed by the precision unless that is "highest"
     config: str
     registers: int  # per thread
     shared_memory: int  # bytes
-    spills: int  # bytes of local memory per thread, the stack included
+    spills: int  # bytes of local memory per thread, including the stack
     tensor_core: int  # instructions
     instructions: int
 
@@ -61,7 +61,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel with everything that its compilation depends on."""
+    """A kernel and everything its compilation depends on."""
 
     name: str
     function: triton.JITFunction
@@ -76,7 +76,7 @@ class KernelSource:
 
 
 def compile_source(source: KernelSource, target: Target) -> Compiled:
-    """Compile a kernel and return what came out; errors of the compiler are raised as they come."""
+    """Compile a kernel and return the resources it uses. Compiler errors are raised unchanged."""
     names = source.function.arg_names
     signature = {name: "constexpr" if name in source.constants else source.types.get(name, "i32") for name in names}
     ast = ASTSource(
@@ -112,7 +112,7 @@ def _read_nvidia(asm: Mapping[str, Any]) -> tuple[int, int, str]:
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
     assert found is not None, usage
     registers, stack, local = (int(number) for number in found.groups())
-    # Loads from and stores to local memory are spills whatever the summary says.
+    # Any load from or store to local memory is a spill, even if the summary shows none.
     spills = max(stack + local, 4 * len(re.findall(r"\b(?:LDL|STL)\b", listing)))
     return registers, spills, listing
 

@@ -1,4 +1,4 @@
-"""What the kernels need to know about the device they run on."""
+"""The properties of a device that the kernels depend on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 import triton
 
-# Fixed when Triton's decorators run: from then on functions are either compiled or interpreted.
+# Triton's decorators read this once, at import: every kernel is then either compiled or interpreted.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
@@ -18,16 +18,16 @@ class Device:
 
     vendor: str  # "nvidia", "amd" or "interpreter"
     processors: int
-    shared_memory: int  # bytes that one program can have
-    has_tf32: bool  # whether its tensor cores take TF32
+    shared_memory: int  # bytes available to one program
+    has_tf32: bool  # whether its tensor cores support TF32
 
 
-# Small, so that tests with few rows split them over several programs too.
+# Only 3 processors, so that even small tests divide their rows between several programs.
 INTERPRETER = Device("interpreter", 3, 1 << 30, True)
 
 
 def describe(device: torch.device) -> Device:
-    """Return what is known of a device."""
+    """Return the properties of a device; kernels on the CPU run in the interpreter."""
     return INTERPRETER if device.type == "cpu" else _describe_gpu(device.index or 0)
 
 

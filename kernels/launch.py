@@ -1,4 +1,4 @@
-"""How kernels are launched: configurations, tuning, how rows are shared out, and the sum of partial results."""
+"""How kernels are launched: configurations, tuning, dividing rows between programs, and summing partial results."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Config:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def for_filters(self, filters: int) -> Config:
-        """Return this configuration with no more filters than there are, but for the least that a product takes."""
+        """Return this configuration with smaller tiles for layers with few filters; a product needs at least 16."""
         return replace(self, filters=power_of_two(filters, 16, self.filters))
 
 
 def arithmetic(form: str, stored: torch.dtype) -> str:
-    """Return the arithmetic that decides which configurations are good.
+    """Return the kind of arithmetic, which selects the table of configurations.
 
-    "fp64"; "fp32", IEEE; "tensor" cores; or "widened", 16-bit rows in 32 bits, which take twice the room.
+    "fp64"; "fp32" (IEEE); "tensor" (tensor cores); or "widened" (16-bit rows as 32 bits, which need twice the space).
     """
     if stored == torch.float64:
         return "fp64"
@@ -51,10 +51,10 @@ def arithmetic(form: str, stored: torch.dtype) -> str:
 
 
 def shared_memory(device: Device, tiles: Sequence[int], buffered: Sequence[int], stages: int, epilogue: int = 0) -> int:
-    """Return how much shared memory a program takes at most, for tiles of these many bytes, some of them loaded ahead.
+    """Return an upper bound on the shared memory of a program. All sizes are in bytes.
 
-    While one stage is worked on, the others are loaded. When the loop is over, the result passes through in place of
-    the tiles; on AMD every tile that is not loaded ahead does so.
+    `buffered` tiles are loaded ahead: while the program works on one stage, the others are loaded. After the loop, the
+    result (`epilogue`) takes the place of the tiles. On AMD, tiles that are not buffered also take each other's place.
     """
     ahead = (stages - 1) * sum(buffered)
     if device.vendor == "amd":
@@ -67,9 +67,9 @@ _TUNED: dict[Hashable, object] = {}
 
 
 def choose(key: Hashable, candidates: Sequence[C], run: Callable[[C], object]) -> C:
-    """Return the configuration to use: the first one, or the fastest where tuning is on; that is found once per key.
+    """Return the configuration to use: the first candidate or, if tuning is on, the fastest, timed once per key.
 
-    `candidates` are those that fit the device, the default one first; `run` launches with one of them.
+    `candidates` are the configurations that fit the device, the default one first; `run` launches one of them.
     """
     if not candidates:
         raise RuntimeError(f"no configuration of the kernel fits this device: {key}")
@@ -90,25 +90,25 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def power_of_two(size: int, least: int, most: int) -> int:
-    """Return the next power of two, within bounds."""
+    """Return the smallest power of two that is at least `size`, clamped to [least, most]."""
     return min(max(triton.next_power_of_2(max(size, 1)), least), most)
 
 
 def fullness(programs: int, processors: int) -> float:
-    """Return the fraction of the processors' time in which they have a program, if all programs take equally long."""
+    """Return the fraction of the time that processors are busy, if all programs take equally long."""
     return programs / (math.ceil(programs / processors) * processors)
 
 
-# Rather few programs that leave little idle than many: each slice of the rows writes a result of its own. A processor
-# has two programs at least, so that one computes while the other waits.
+# Each slice of the rows writes its own result, so we take the smallest number of slices that keeps processors busy for
+# this fraction of the time. A processor runs two programs at once: one computes while the other waits.
 FULL_ENOUGH, AT_ONCE = 0.95, 2
 
 
 def share_rows(rows: int, tiles: int, block: int, device: Device) -> tuple[int, int]:
-    """Return how many rows one program takes, a multiple of `block`, and how many programs that makes of each tile.
+    """Return the number of rows per program, a multiple of `block`, and the number of programs per tile.
 
-    A program has four blocks or more, the last one perhaps fewer; there are at most four programs per processor, or one
-    per tile.
+    A program gets at least four blocks, except perhaps the last one. There are at most four programs per processor; if
+    there are more tiles than that, each tile has one program.
     """
     most = max(1, min(4 * device.processors // tiles, rows // (4 * block)))
     full = {slices: fullness(tiles * slices, AT_ONCE * device.processors) for slices in range(1, most + 1)}
@@ -118,13 +118,13 @@ def share_rows(rows: int, tiles: int, block: int, device: Device) -> tuple[int, 
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager:
-    """Return a context in which kernels go to the device of the tensor."""
+    """Return a context in which kernels launch on the device of the tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @triton.jit
 def tile_offsets(i, i_stride, j, j_stride, FAR: tl.constexpr):
-    """Where the entries of a tile are, from its origin: in 32 bits, which saves registers, unless that is too FAR."""
+    """i * i_stride + j * j_stride for the entries of a tile, in 64 bits if FAR, else in 32, which saves registers."""
     if FAR:
         return i.to(tl.int64)[:, None] * i_stride + j.to(tl.int64)[None, :] * j_stride
     else:

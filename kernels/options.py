@@ -1,4 +1,4 @@
-"""What a caller may choose about the Triton kernels; importing this does not import Triton."""
+"""Options of the Triton kernels; importing this module does not import Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISIONS = ("highest", "high", "medium")
 
 @dataclass(frozen=True)
 class TritonOptions:
-    """See `triton_options`."""
+    """The options that `triton_options` sets."""
 
     precision: str | None = None
     atomic: bool = False
@@ -25,7 +25,7 @@ class TritonOptions:
 
     @property
     def arithmetic(self) -> str:
-        """The precision asked for here, or else PyTorch's own for float32 products."""
+        """`precision` if it is set, otherwise PyTorch's own setting for float32 products."""
         return self.precision or torch.get_float32_matmul_precision()
 
 
@@ -46,21 +46,23 @@ def triton_options(
     tune: bool | None = None,
     scratch_bytes: int | None = None,
 ) -> Iterator[TritonOptions]:
-    """Set options of the Triton kernels for the calls inside a `with` block; what is not named stays as it was.
+    """Set options of the Triton kernels inside a `with` block; options that are not given keep their values.
 
     Args:
-        precision: of products, in the words of `torch.set_float32_matmul_precision`, which is asked where this is None.
-            "highest": float32 by IEEE arithmetic; 16-bit rows on tensor cores, exactly, the other factor in two parts.
-            "high": the same, but float32 in TF32 on tensor cores.
-            "medium": the same as "high", but with 16-bit rows the other factor is rounded to 16 bits too.
-        atomic: let single layers of up to 256 inputs, and EdgeConv layers, add partial sums by atomic operations: less
-            memory, and results that differ in their last bits from run to run. All else, and everything without it,
-            gives the same bits at every call on the same kind of GPU.
-        tune: time every configuration that fits the device at the first call of each kind, and keep the fastest.
-        scratch_bytes: how much memory the product may take that layers with more than 256 inputs store.
+        precision: the precision of products, named as in `torch.set_float32_matmul_precision`. By default, PyTorch's
+            own setting applies.
+            "highest": float32 rows in IEEE arithmetic; 16-bit rows, unrounded, on tensor cores, with the other factor
+            in two parts.
+            "high": like "highest", except that float32 rows use TF32 on tensor cores.
+            "medium": like "high", except that for 16-bit rows the other factor is rounded to 16 bits.
+        atomic: add partial sums by atomic operations, in single layers of up to 256 inputs and in EdgeConv layers. This
+            takes less memory, but the last bits of the results differ from run to run. All other calls give the same
+            bits every time on the same kind of GPU.
+        tune: at the first call of each kind, time every configuration that fits the device, and keep the fastest.
+        scratch_bytes: the memory for the intermediate product that layers with more than 256 inputs store.
 
     Raises:
-        ValueError: an option has a bad value.
+        ValueError: an option has an invalid value.
     """
     asked = {"precision": precision, "atomic": atomic, "tune": tune, "scratch_bytes": scratch_bytes}
     asked = {name: value for name, value in asked.items() if value is not None}
