@@ -23,7 +23,7 @@ def slope(x):
 
 @triton.jit
 def tanh_half(x):
-    """tanh(x / 2) = 2 sigmoid(x) - 1; near zero, where that cancels, by its series."""
+    """tanh(x / 2) = 2 sigmoid(x) - 1; near zero, where this cancels, its Taylor series."""
     h = 0.5 * x
     near = tl.abs(h) < 0.04
     q = tl.where(near, h * h, 0.0)
@@ -35,16 +35,16 @@ def tanh_half(x):
 
 @triton.jit
 def within(x, bound):
-    """x confined to where a derivative is not yet constant to the last bit; NaN stays."""
+    """x clamped to [-bound, bound]; outside, the derivative is constant to the last bit. NaN stays NaN."""
     return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
 
 
 @triton.jit
 def curvature(z, NAME: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """act''(z) away from kinks: the formulas of `s3d_fast.activations`."""
+    """act''(z) away from kinks: the formulas of `s3d_fast.maths.activations`."""
     root_2pi: tl.constexpr = 2.5066282746310002
     if NAME == "silu":
-        # The slope is 0 for large z, where z alone may be infinite.
+        # For large |z| the slope is 0; clamping z avoids 0 * infinity.
         return slope(z) * (2 - within(z, 1e4) * tanh_half(z))
     elif NAME == "gelu":
         x = within(z, 40.0)
@@ -79,25 +79,25 @@ def curvature(z, NAME: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
 def curvature_kernel(
     g,
     z,
-    scale,  # (channels,), or anything if not SCALED
+    scale,  # (channels,); not read unless SCALED
     out,
     size,
     channels,
-    inner,  # entries per channel that follow each other
+    inner,  # consecutive entries of one channel
     NAME: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
-    KINKS: tl.constexpr,  # how many
+    KINKS: tl.constexpr,  # number of kinks
     AT_0: tl.constexpr,
     JUMP_0: tl.constexpr,
     AT_1: tl.constexpr,
     JUMP_1: tl.constexpr,
     SHARPNESS: tl.constexpr,
     SCALED: tl.constexpr,
-    NUMBER: tl.constexpr,  # the type of the arithmetic
+    NUMBER: tl.constexpr,  # the dtype of the arithmetic
     BLOCK: tl.constexpr,
 ):
-    """out = g * act''(z) * scale^2."""
+    """out = g * act''(z) * scale^2, where each kink adds JUMP * SHARPNESS * slope(SHARPNESS * (z - AT)) to act''."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     x = tl.load(z + i, mask=inside, other=0.0).to(NUMBER)
@@ -119,7 +119,7 @@ MOST_KINKS = 2
 def curvature_coefficients(
     g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return C: see `s3d_fast.reference.curvature_coefficients`; `out` may be g itself, and is contiguous."""
+    """Return C as `s3d_fast.maths.reference.curvature_coefficients` does; `out` must be contiguous and may be g."""
     assert activation.formula is not None
     g, z = g.contiguous(), z.contiguous()
     out = torch.empty_like(g) if out is None else out
@@ -144,7 +144,7 @@ def curvature_coefficients(
 
 
 def constants(activation: Activation) -> dict[str, str | int | float]:
-    """Return what the kernel is compiled with for an activation."""
+    """Return the kernel's compile-time constants for an activation."""
     assert activation.formula is not None
     kinks = [(kink.at, kink.jump) for kink in activation.kinks] + [(0.0, 0.0)] * MOST_KINKS
     return {

@@ -1,10 +1,11 @@
-"""S v of an EdgeConv layer in its point-level form, with no tensor over edges: four launches and a sum.
+"""S v for an EdgeConv layer without any tensor over edges: four launches and a sum.
 
-With w = winner[i, f], v = [a, b], and the rows x of all points of all clouds:
-    first     P = X A^T
-    second    t = C * (P[w] + X (B - A)^T + bias), the gather by the winning neighbour in the product's epilogue
-    third     received[j, f], the sum of t[i, f] over the i with w = j, in their order; or atomically by the second
-    fourth    [(received - t)^T X, t^T X, sum t]
+The kernels work on points. X holds the rows of all points of all clouds, w = winner[i, f], and v = [a, b]:
+    launch 1  P = X A^T
+    launch 2  t = C * (P[w] + X (B - A)^T + bias), with the gather P[w] in the epilogue of the product
+    launch 3  received[j, f] = sum of t[i, f] over all i with w = j, in the order of i
+    launch 4  [(received - t)^T X, t^T X, sum t]
+With the option `atomic`, launch 2 computes `received` by atomic additions, and launch 3 is skipped.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from s3d_fast.maths.incoming import Incoming
 @triton.jit
 def point_products_kernel(
     X,  # (R, F), the rows of all points
-    V,  # (L, 2 F (+ 1)), L = K M filters, of any layout
-    products,  # (R, L): P, written by the first launch and read by the second
+    V,  # (L, 2 F (+ 1)) with L = K M, any strides
+    products,  # (R, L): P, written by launch 1 and read by launch 2
     C,  # (R, M)
     winner,  # (R, M), int32
     t,  # (R, L)
-    received,  # (R, L), zero at first, if ATOMIC
+    received,  # (R, L); if ATOMIC, zero at first and added to
     R,
     F,
     L,
     M,
-    points,  # of a cloud
+    points,  # per cloud
     x_row,
     x_column,
     c_row,
     c_column,
     v_row,
     v_column,
-    EDGES: tl.constexpr,  # whether this is the second launch
+    EDGES: tl.constexpr,  # False for launch 1, True for launch 2
     K: tl.constexpr,
     BIAS: tl.constexpr,
     ATOMIC: tl.constexpr,
@@ -52,7 +53,7 @@ def point_products_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """P = X A^T, or t = C * (P[w] + X (B - A)^T + bias)."""
+    """P = X A^T; if EDGES, t = C * (P[w] + X (B - A)^T + bias)."""
     number = V.dtype.element_ty
     blocks = tl.cdiv(L, BM)
     block = tl.program_id(0) % blocks
@@ -101,8 +102,8 @@ def point_products_kernel(
 @triton.jit
 def receive_kernel(
     t,  # (R, L)
-    order,  # (R, M), int32
-    start,  # (R + clouds, M), int32
+    order,  # (R, M), int32: `Incoming.order`
+    start,  # (R + clouds, M), int32: `Incoming.start`
     received,  # (R, L)
     R,
     L,
@@ -112,7 +113,7 @@ def receive_kernel(
     BN: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """The sum of t over the edges that come in at each point, in the order of the points they come from."""
+    """received[j, f] = sum of t[i, f] over all i with winner[i, f] = j, in the order of i."""
     blocks = tl.cdiv(L, BM)
     f = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
     n = (tl.program_id(0) // blocks).to(tl.int64) * BN + tl.arange(0, BN)
@@ -136,7 +137,7 @@ def receive_kernel(
     tl.store(received + n[:, None] * L + f[None, :], total, mask=inside)
 
 
-# Few points at once: a tile takes as long as its point with the most edges.
+# Few points per tile: a tile takes as long as its point with the most edges.
 RECEIVE_ROWS, RECEIVE_FILTERS, RECEIVE_WARPS = 256 if INTERPRETED else 8, 32, 1
 
 
@@ -190,7 +191,7 @@ def edge_sums_kernel(
         tl.store(rows + 2 * F, bias_total, mask=inside_f & (tl.program_id(0) == 0))
 
 
-# (vendor, arithmetic) -> configurations of the products and of the sums, the default pair first.
+# (vendor, arithmetic) -> pairs of configurations, for the products and for the sums; the default pair first.
 CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("nvidia", "fp32"): (
         (Config(64, 64, 16, 8, 3), Config(32, 32, 64, 8, 3)),
@@ -226,11 +227,11 @@ def configs(device: Device, form: str, stored: torch.dtype) -> list[tuple[Config
 
 
 def shared_memory(product: Config, sums: Config, device: Device, stored: torch.dtype) -> tuple[int, int]:
-    """Return the shared memory of a program of the products, and of one of the sums, at most."""
+    """Return upper bounds on the shared memory of one program: of the products, and of the sums."""
     size, number = stored.itemsize, max(4, stored.itemsize)
     found = []
     for config, other in ((product, product.depth), (sums, sums.rows)):
-        # The other factor comes in two: a and b, or what was sent and received. It is made an operand in two parts.
+        # The other factor is loaded as two tensors: A and B, or t and received. As an operand it has two parts.
         factor = other * config.filters * number
         rows = config.rows * config.depth
         # Addresses of winners, 8 bytes each.
@@ -241,7 +242,7 @@ def shared_memory(product: Config, sums: Config, device: Device, stored: torch.d
 
 
 def edgeconv_matvec(X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-    """Return S v for EdgeConv filters: see `s3d_fast.reference.edgeconv_matvec`."""
+    """Return S v for EdgeConv filters, as `s3d_fast.maths.reference.edgeconv_matvec` defines it."""
     (clouds, points, F), M, options = X.shape, C.shape[2], current()
     if V.numel() == 0 or clouds * points == 0:
         return torch.zeros_like(V)

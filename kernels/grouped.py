@@ -1,8 +1,8 @@
-"""S v of a list of layers in one launch: programs stay and take tiles of all layers in turn, from a table.
+"""S v for many layers in one launch: each program loops over tiles of all layers, which a table describes.
 
-A tile is a block of filters and a slice of the rows of one layer, done as in `pointwise`; a second launch adds up the
-slices of all layers, in their order. Layers share a launch that agree in dtype, vectors per filter, bias and alignment;
-those of more than 256 inputs, whose single launches fill a GPU, go through `pointwise_wide` one by one.
+A tile is a block of filters and a slice of the rows of one layer, computed as in `pointwise`. A second launch sums the
+slices of all layers, in a fixed order. Layers share a launch if they agree in dtype, vectors per filter, bias and
+alignment. Layers with more than 256 inputs use `pointwise_wide`, one by one: each of them fills a GPU by itself.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from s3d_fast.kernels.pointwise import WIDEST, fused_rows, store_sums
 from s3d_fast.kernels.products import DTYPES, product_form, wants_filters_along_threads
 
 WIDTHS = (16, 32, 64, 128, 256)
-# Rows farther apart than this leave 32 bits inside a tile.
+# With row strides of at least this, offsets inside a tile can overflow 32 bits.
 FARTHEST = 2**23
-# How many tiles a program may take, in the order in which they are tried.
+# The numbers of tiles per program to try, in this order.
 TILES_PER_PROGRAM = range(3, 9)
-# A layer is one row of the table.
+# The columns of the table; each layer is one row.
 FIELDS = (
     "X", "C", "V", "N", "D", "F", "M", "x_row", "c_row", "width", "blocks", "rows_per_slice", "slices", "first_tile",
     "partial", "out", "first_sum",
@@ -43,7 +43,7 @@ ROW = tl.constexpr(len(FIELDS))
 
 @triton.jit
 def layer_of(table, index, layers, COLUMN: tl.constexpr, LAYERS: tl.constexpr):
-    """The row of the table that work item `index` belongs to; COLUMN holds the first item of each layer."""
+    """The table row of the layer that work item `index` belongs to; COLUMN holds the first item of each layer."""
     i = tl.arange(0, LAYERS)
     first = tl.load(table + i * ROW + COLUMN, mask=i < layers, other=index + 1)
     return table + (tl.sum((first <= index).to(tl.int32), 0) - 1) * ROW
@@ -52,22 +52,22 @@ def layer_of(table, index, layers, COLUMN: tl.constexpr, LAYERS: tl.constexpr):
 @triton.jit(do_not_specialize=["layers", "tiles", "v_column"])
 def grouped_kernel(
     table,  # (layers, ROW), int64
-    partial,  # the sums of every slice of every layer, one after the other
+    partial,  # the sums of all slices of all layers, one after the other
     layers,
     tiles,
-    v_column,  # 1: see `fused_rows`
+    v_column,  # always 1, see `fused_rows`
     ROWS: tl.constexpr,  # the type of X and C
     K: tl.constexpr,
     BIAS: tl.constexpr,
     X_ALIGNED: tl.constexpr,  # whether addresses, sizes and strides of X and V are multiples of 16
-    C_ALIGNED: tl.constexpr,  # and those of C
+    C_ALIGNED: tl.constexpr,  # the same for C
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     LAYERS: tl.constexpr,
-    PRESENT: tl.constexpr,  # bit i: there are layers of the i-th width
+    PRESENT: tl.constexpr,  # bit i is set if there are layers of the i-th width
     TILES: tl.constexpr,  # rows and filters of a tile, by width
 ):
-    """((X V^T) * C)^T X for tiles of many layers."""
+    """partial = ((X V^T) * C)^T X for each tile of all layers: a block of filters and a slice of the rows."""
     number = partial.dtype.element_ty
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = layer_of(table, tile, layers, FIRST_TILE, LAYERS)
@@ -93,7 +93,7 @@ def grouped_kernel(
         out = partial + tl.load(row + PARTIAL) + slice_index * F * (D + BIAS)
         width = tl.load(row + WIDTH).to(tl.int32)
         for i in tl.static_range(5):
-            # The first is known when this is compiled, the second is not.
+            # The outer condition is known at compile time, the inner one is not.
             if (PRESENT >> i) % 2 == 1:  # noqa: SIM102
                 if width == i:
                     BN: tl.constexpr = TILES[2 * i]
@@ -109,7 +109,7 @@ def grouped_kernel(
 
 @triton.jit(do_not_specialize=["layers"])
 def sum_layers_kernel(table, partial, out, layers, BIAS: tl.constexpr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = the sum over the slices of each layer, in their order."""
+    """out = sum over the slices, in their order, of partial[slice], for each layer."""
     row = layer_of(table, tl.program_id(0), layers, FIRST_SUM, LAYERS)
     size = tl.load(row + F_) * (tl.load(row + D_) + BIAS)
     i = (tl.program_id(0) - tl.load(row + FIRST_SUM)) * BLOCK + tl.arange(0, BLOCK)
@@ -123,7 +123,7 @@ def sum_layers_kernel(table, partial, out, layers, BIAS: tl.constexpr, LAYERS: t
 
 
 class Member(NamedTuple):
-    """The arguments of one `splitting_matvec`."""
+    """The arguments of `splitting_matvec` for one layer."""
 
     X: Tensor
     C: Tensor
@@ -133,16 +133,16 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """How the grouped kernel is compiled: rows and filters of a tile for each of WIDTHS."""
+    """How the grouped kernel is compiled."""
 
-    tiles: tuple[tuple[int, int], ...]
+    tiles: tuple[tuple[int, int], ...]  # (rows, filters) of a tile, for each of WIDTHS
     warps: int
     stages: int
-    per_processor: int  # programs that stay on one processor
+    per_processor: int  # programs on one processor
 
 
-# (vendor, arithmetic) -> configurations, the default first. Code for every width that occurs is part of one kernel,
-# which needs as many registers as the widest: its tiles are smaller than those of `pointwise`.
+# (vendor, arithmetic) -> configurations, the default first. One kernel contains the code for every width that occurs
+# and needs as many registers as the widest, so tiles are smaller than in `pointwise`.
 CONFIGS: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1),),
     ("nvidia", "tensor"): (
@@ -160,7 +160,7 @@ CONFIGS: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
         GroupedConfig(((64, 32),) * 5, 1, 1, 2),
     ),
 }
-# In place of the above where nothing is known of the alignment of X: every entry of a tile has an address of its own.
+# Used instead of CONFIGS if X may be unaligned: every entry of a tile then needs its own address.
 UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1),),
     ("nvidia", "tensor"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1),),
@@ -180,7 +180,7 @@ def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) ->
 
 
 def shared_memory(config: GroupedConfig, device: Device, form: str, stored: torch.dtype) -> int:
-    """Return the shared memory of a program, at most: that of the widest tile."""
+    """Return an upper bound on the shared memory of a program: the maximum over its tiles."""
     return max(
         pointwise.shared_memory(Config(rows, filters, width, config.warps, config.stages), device, form, stored)
         for width, (rows, filters) in zip(WIDTHS, config.tiles, strict=True)
@@ -189,7 +189,7 @@ def shared_memory(config: GroupedConfig, device: Device, form: str, stored: torc
 
 @dataclass(frozen=True)
 class Table:
-    """A table on the device, and what a launch needs to know of it."""
+    """A table on the device, and the sizes that a launch needs."""
 
     entries: Tensor
     tiles: int
@@ -200,17 +200,18 @@ class Table:
     present: int
 
 
-# Addresses, shapes and strides determine a table, which can therefore be used again: by every step of a solver.
+# Addresses, shapes and strides determine a table, so every step of a solver can reuse it.
 _TABLES: OrderedDict[Hashable, Table] = OrderedDict()
 _TABLES_LOCK = threading.Lock()
 MOST_TABLES = 64
-# The widths that a kernel has been compiled for: more than are needed cost less than compiling when a layer is done.
+# The widths that each kernel is compiled for. None is removed when a layer is done: an unused width costs less than
+# compiling again.
 _PRESENT: dict[Hashable, int] = {}
 LEAST_LAYERS = 32
 
 
 def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
-    """Return S v for every layer."""
+    """Return S v for every layer, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
     results: list[Tensor | None] = [None] * len(layers)
     groups: dict[Hashable, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -231,7 +232,7 @@ def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
 
 
 def _alignment(layer: Member) -> tuple[bool, bool]:
-    """Return whether all that is known of X and V, and of C, is a multiple of 16."""
+    """Return whether addresses, sizes and strides are multiples of 16: for X and V, and for C."""
     X, C, V, _ = layer
     of_x = (X.data_ptr(), V.data_ptr(), X.shape[1], X.stride(0))
     of_c = (C.data_ptr(), C.shape[1], C.stride(0))
@@ -275,7 +276,7 @@ def _run(layers: Sequence[Member]) -> list[Tensor]:
 def _table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
     identities = (_identity(layer, V) for layer, V in zip(layers, vectors, strict=True))
     where = layers[0].X.device
-    # A table is filled on the stream of its first use, and only calls that follow on that stream may read it.
+    # A table is copied to the device on the stream of its first use; only later calls on that stream may read it.
     stream = torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
     key = (config, where, stream, layers[0].X.dtype, *identities)
     with _TABLES_LOCK:
@@ -283,7 +284,7 @@ def _table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedC
             _TABLES.move_to_end(key)
             return _TABLES[key]
         if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a grouped product must have run once, with these tensors, before a graph captures it")
+            raise RuntimeError("call the grouped product once with these tensors before a CUDA graph captures it")
         table = _TABLES[key] = make_table(layers, vectors, config, device)
         if len(_TABLES) > MOST_TABLES:
             _TABLES.popitem(last=False)
@@ -296,13 +297,13 @@ def _identity(layer: Member, V: Tensor) -> Hashable:
 
 
 def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
-    """Return the table of some layers, with the work of each shared out over tiles."""
+    """Return the table of these layers, with the work of each divided into tiles."""
     widths = [WIDTHS.index(launch.power_of_two(layer.X.shape[1], WIDTHS[0], WIDTHS[-1])) for layer in layers]
     blocks = [
         triton.cdiv(V.numel() // V.shape[-1], config.tiles[width][1]) for V, width in zip(vectors, widths, strict=True)
     ]
-    # A row of a tile costs width x filters multiplications. Tiles of about equal work, as many for each program as
-    # leave the least of the last round idle.
+    # A row of a tile costs width x filters multiplications, and all tiles get about the same work. The number of tiles
+    # per program is the one that leaves the fewest programs idle in the last round.
     costs = [WIDTHS[width] * config.tiles[width][1] for width in widths]
     programs = config.per_processor * device.processors
     work = sum(len(layer.X) * n * cost for layer, n, cost in zip(layers, blocks, costs, strict=True)) / programs
@@ -336,7 +337,7 @@ def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: Grou
         tiles += n_blocks * slices
         sums += triton.cdiv(size, launch.SUM_BLOCK)
         partial += slices * size
-        # Results begin where loads of four entries may.
+        # Every result begins at a multiple of 16 entries, so that vector loads are aligned.
         out += triton.cdiv(size, 16) * 16
     table = torch.tensor(rows, dtype=torch.int64)
     if layers[0].X.is_cuda:

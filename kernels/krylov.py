@@ -1,4 +1,4 @@
-"""One Lanczos step of every filter in one launch: orthogonalize S q against the basis, twice, and normalize."""
+"""One Lanczos step for a whole layer in one launch: orthogonalize S q against the basis twice, then normalize."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s3d_fast.kernels import launch
 
-# The longest vector that a program keeps in registers: in float32, and half of that in float64.
+# The longest float32 vector that a program keeps in registers; a float64 vector may be half as long.
 WIDEST = 16384
 # Entries of the basis that a program holds at once.
 TILE = 4096
@@ -17,7 +17,7 @@ TILE = 4096
 
 @triton.jit
 def orthogonalize(w, space, step, D, BK: tl.constexpr, BD: tl.constexpr):
-    """w - Q^T Q w for the first step + 1 rows of Q: classical Gram-Schmidt, which reads Q once."""
+    """w - Q^T Q w, where Q is the first step + 1 basis vectors: classical Gram-Schmidt, which reads Q once."""
     d = tl.arange(0, BD)
     along = tl.zeros((BD,), w.dtype)
     for first in range(0, step + 1, BK):
@@ -36,7 +36,7 @@ def orthogonalize(w, space, step, D, BK: tl.constexpr, BD: tl.constexpr):
 def extend_kernel(
     basis,  # (M, capacity, D)
     product,  # (M, D)
-    alpha,  # (M, ...), rows t_row apart
+    alpha,  # (M, ...) with row stride t_row
     beta,  # like alpha
     length,  # (M,), int64
     scale,  # (M,)
@@ -46,31 +46,31 @@ def extend_kernel(
     capacity,
     p_row,
     t_row,
-    noise,  # rounding, as a fraction of the largest entry of T
+    noise,  # rounding error, as a fraction of the largest entry of T
     BK: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The step of `s3d_fast.reference.krylov_extend` for one filter."""
+    """alpha = q.w, then w = (1 - Q^T Q)^2 w, beta = |w|, next q = w / beta, for w = S q: one step for one filter."""
     j = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     inside = d < D
     space = basis + j * capacity * D
     alpha += j * t_row + step
     beta += j * t_row + step
-    # Everything that is overwritten is read first: the sums below are barriers.
+    # Read everything before any of it is overwritten; the sums below are barriers.
     done = tl.load(beta - 1, mask=step > 0, other=1.0) == 0
     before, dimension = tl.load(scale + j), tl.load(length + j)
     w = tl.load(product + j * p_row + d, mask=inside, other=0.0)
     last = tl.load(space + step * D + d, mask=inside, other=0.0)
     a = tl.sum(last * w, 0)
-    # Once removes the component along the space; twice removes what rounding left of it.
+    # The first pass removes the component along the space; the second removes what rounding left of it.
     w = orthogonalize(w, space, step, D, BK, BD)
     w = orthogonalize(w, space, step, D, BK, BD)
-    # Squares of entries divided by the largest neither overflow nor underflow.
+    # Divided by the largest entry first, so that squares neither overflow nor underflow.
     size = tl.max(tl.abs(w), 0)
     unit = w / tl.where(size > 0, size, 1)
     b = tl.sqrt(tl.sum(unit * unit, 0)) * size
-    # NaN in a or b must not vanish in the maximum.
+    # The maximum, written so that it keeps NaN in a or b.
     largest = tl.where(tl.abs(a) + b <= before, before, tl.abs(a) + b)
     exhausted = done | (b <= noise * largest) | (step + 1 == D)
     tl.store(length + j, tl.where(done, dimension, step + 1))
@@ -83,7 +83,7 @@ def extend_kernel(
 
 
 def config(width: int) -> tuple[int, int, int]:
-    """Return rows of the basis at once, entries of a vector, and warps."""
+    """Return the basis vectors loaded at once, the padded length of a vector, and the number of warps."""
     BD = launch.power_of_two(width, 16, WIDEST)
     return max(1, TILE // BD), BD, min(16, max(4, BD // 512))
 
@@ -98,7 +98,10 @@ def krylov_extend(
     step: int,
     q: Tensor,  # (M, D), the next basis vectors; changed
 ) -> None:
-    """Take one Lanczos step: see `s3d_fast.reference.krylov_extend`. D is at most WIDEST; the state is contiguous."""
+    """Take one Lanczos step, as `s3d_fast.maths.reference.krylov_extend` defines it.
+
+    D must be at most WIDEST, or half of that in float64; the state must be contiguous.
+    """
     filters, capacity, D = basis.shape
     if filters == 0:
         return

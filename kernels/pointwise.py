@@ -1,4 +1,4 @@
-"""S v of a layer with up to 256 inputs, in one launch: the (N, M) product exists only tile by tile, on chip."""
+"""S v for a layer with at most 256 inputs, in one launch: the (N, M) product stays on chip, tile by tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from s3d_fast.kernels.launch import Config, tile_offsets
 from s3d_fast.kernels.options import current
 from s3d_fast.kernels.products import product_form, rows_times, times_rows, wants_filters_along_threads
 
-# The widest row whose products a program keeps in registers.
+# The widest row for which a program keeps its sums in registers.
 WIDEST = 256
 
 
@@ -23,7 +23,7 @@ def fused_rows(
     C,
     V,
     first,
-    last,  # the rows of this program, int64
+    last,  # the program's rows are [first, last), int64
     first_filter,
     D,
     F,
@@ -33,7 +33,7 @@ def fused_rows(
     c_row,
     c_column,
     v_row,
-    v_column,  # 1, which the compiler does not know
+    v_column,  # always 1, hidden from the compiler
     K: tl.constexpr,
     BIAS: tl.constexpr,
     FORM: tl.constexpr,
@@ -43,19 +43,19 @@ def fused_rows(
     BM: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """((X V^T) * C)^T X over the rows [first, last): the sums (BM, BD), and those of the bias (BM,)."""
+    """U^T X (BM, BD), and the sum of the rows of U (BM,), for U = (X V^T + bias) * C over the rows [first, last)."""
     number = V.dtype.element_ty
     r, d, own = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BM)
     f = first_filter + own
     inside_f, inside_d = f < F, d < D
     V += first_filter.to(tl.int64) * v_row
-    # A tile of V that is read across, with filters along the threads, gets into shared memory that way only if the
-    # compiler does not see that entries of a vector are neighbours.
+    # If ACROSS, threads read V along the filters. The tile keeps this layout in shared memory only if the compiler does
+    # not know that the entries of a vector are contiguous.
     along = d * v_column if ACROSS else d
     v = tl.load(V + (own[None, :] * v_row + along[:, None]), mask=inside_d[:, None] & inside_f[None, :], other=0.0)
     if BIAS:
         b = tl.load(V + (own * v_row + D), mask=inside_f, other=0.0)
-    # K vectors per filter are K M filters with M columns of coefficients.
+    # With K vectors per filter, the F = K M rows of V share the M columns of C.
     column = f if K == 1 else f % M
     x_tile = tile_offsets(r, x_row, d, x_column, FAR)
     c_tile = tile_offsets(r, c_row, column, c_column, FAR)
@@ -88,7 +88,7 @@ def store_sums(
     BM: tl.constexpr,
     BD: tl.constexpr,
 ):  # out: (F, D), or (F, D + 1) with bias
-    """Write the sums of one program, or add them to what is there."""
+    """out = the sums of one program; if ATOMIC, out += these sums."""
     d = tl.arange(0, BD)
     f = first_filter + tl.arange(0, BM)
     rows = out + f.to(tl.int64) * (D + BIAS)
@@ -109,7 +109,7 @@ def fused_kernel(
     X,  # (N, D)
     C,  # (N, M)
     V,  # (F, D), or (F, D + 1) with bias; F = K M
-    out,  # (slices, F, D (+ 1)); (F, D (+ 1)), zero at first, if ATOMIC
+    out,  # (slices, F, D (+ 1)); if ATOMIC, (F, D (+ 1)), zero at first
     N,
     D,
     F,
@@ -166,9 +166,9 @@ def fused_kernel(
     store_sums(out, total, bias_total, first_filter, D, F, BIAS, ATOMIC, BM, BD)
 
 
-# (vendor, arithmetic) -> rows, filters, warps and stages by width, the default first. A tile of an IEEE product is
-# small: each of its multiplications is an instruction of its own, with operands in registers. AMD's four warps have
-# 512 registers for each thread; eight would have half of them.
+# (vendor, arithmetic) -> width -> (rows, filters, warps, stages), the default first. Tiles of IEEE products are small:
+# each multiplication is a separate instruction with its operands in registers. On AMD, a thread has 512 registers with
+# four warps, and half as many with eight.
 CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     ("nvidia", "fp32"): {
         16: ((32, 64, 4, 3), (16, 128, 8, 3)),
@@ -211,7 +211,7 @@ CONFIGS["amd", "fp64"] = {width: ((16, 16, 4, 2),) for width in (16, 32, 64, 128
 
 
 def configs(device: Device, form: str, stored: torch.dtype, width: int, filters: int) -> list[Config]:
-    """Return the configurations for a layer that fit the device, the default one first."""
+    """Return the configurations for a layer, the default one first; only those that fit the device."""
     if device.vendor == "interpreter":
         return [Config(128, 64, width, 1, 1).for_filters(filters), Config(64, 32, width, 1, 1).for_filters(filters)]
     table = CONFIGS[device.vendor, launch.arithmetic(form, stored)][width]
@@ -226,10 +226,11 @@ def configs(device: Device, form: str, stored: torch.dtype, width: int, filters:
 
 
 def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype) -> int:
-    """Return the shared memory of a program, at most; depth is the width."""
+    """Return an upper bound on the shared memory of a program; `config.depth` is the width."""
     BN, BM, BD, size = config.rows, config.filters, config.depth, stored.itemsize
     number = max(size, 4)
-    # The vectors, and the product on its way to being an operand; in TF32 also the rows, and widened two parts of all.
+    # The vectors, the product while it becomes an operand, and in TF32 also the rows. "widened" has vectors and product
+    # in two parts.
     parts = 2 if form == "widened" else 1
     rows = BN * BD * number if form in ("tf32", "widened") else 0
     tiles = [parts * BM * BD * number, 2 * parts * BN * BM * number, rows]
@@ -237,7 +238,7 @@ def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype
 
 
 def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-    """Return S v for a layer of at most WIDEST inputs: see `s3d_fast.reference.splitting_matvec`."""
+    """Return S v for at most WIDEST inputs, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
     (N, D), M, options = X.shape, C.shape[1], current()
     if V.numel() == 0 or N == 0:
         return torch.zeros_like(V)

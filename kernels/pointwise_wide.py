@@ -1,8 +1,10 @@
-"""S v of a layer with any number of inputs, in two launches for a chunk of rows: U = (X V^T) * C, then U^T X.
+"""S v for a layer with any number of inputs, in two launches per chunk of rows: U = (X V^T) * C, then U^T X.
 
-The product U (chunk, F) goes through memory in the precision of the rows: float32 rows as it is; bfloat16 rows in two
-planes, the leading part and the remainder, which the second launch feeds to tensor cores as they are; 16-bit rows at
-precision "medium" in one plane. Otherwise it is float32 for float16 rows, whose range a product of two can leave.
+U (chunk, F) goes through memory. How it is stored depends on the rows:
+    float32, float64    in the dtype of the rows
+    bfloat16            in two bfloat16 planes, leading part and remainder, ready for the tensor cores of launch 2
+    float16             in float32, since U can leave the range of float16
+    16-bit, "medium"    in the dtype of the rows
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from s3d_fast.kernels.products import (
 def project_kernel(
     X,  # (N, D)
     C,  # (N, M)
-    V,  # (F, D (+ 1)), of any layout
+    V,  # (F, D (+ 1)), any strides
     U,  # (planes, chunk, F)
     begin,
-    end,  # the rows of this chunk
+    end,  # the chunk's rows are [begin, end)
     D,
     F,
     M,
@@ -43,7 +45,7 @@ def project_kernel(
     c_column,
     v_row,
     v_column,
-    plane,  # entries of a plane of U
+    plane,  # entries per plane of U
     K: tl.constexpr,
     BIAS: tl.constexpr,
     FORM: tl.constexpr,
@@ -52,9 +54,9 @@ def project_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """U = (X V^T) * C for a chunk of rows."""
+    """U = (X V^T + bias) * C for a chunk of rows."""
     number = V.dtype.element_ty
-    # Neighbouring programs take the same rows: X is read from memory once, and V, which is small, from cache.
+    # Neighbouring programs take the same rows: X is read from memory once; V is small and comes from the cache.
     blocks = tl.cdiv(F, BM)
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64) * BN
@@ -75,7 +77,7 @@ def project_kernel(
         X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
         V += (tl.full((), BK, tl.int64) if FAR else BK) * v_column
     if BIAS:
-        # V has moved on by whole blocks.
+        # The loop has advanced V by whole blocks; the bias is entry D.
         left = D - tl.cdiv(D, BK) * BK
         u += tl.load(V + (own * v_row + left * v_column), mask=inside_f, other=0.0)[None, :]
     column = f if K == 1 else f % M
@@ -97,14 +99,14 @@ def accumulate_kernel(
     U,  # (planes, chunk, F)
     out,  # (slices, F, D (+ 1))
     begin,
-    end,  # the rows of this chunk
+    end,  # the chunk's rows are [begin, end)
     D,
     F,
     x_row,
     x_column,
     plane,
     rows_per_slice,
-    fresh,  # whether what is in `out` is to be forgotten
+    fresh,  # whether to ignore what `out` holds
     BIAS: tl.constexpr,
     FORM: tl.constexpr,
     FAR: tl.constexpr,
@@ -112,7 +114,7 @@ def accumulate_kernel(
     BD: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """out[slice] (+)= U^T X over the slice's part of a chunk of rows."""
+    """out[slice] += U^T X over the slice's rows of a chunk; if fresh, out[slice] counts as zero before."""
     number = out.dtype.element_ty
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     f = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -148,14 +150,14 @@ def accumulate_kernel(
         U += BK * F
     tl.store(where, total, mask=inside)
     if BIAS:
-        # One of the programs along d writes the sums that all of them have.
+        # All programs along d have the same bias sums; the first one writes them.
         bias_where, writes = out + f.to(tl.int64) * (D + 1) + D, inside_f & (tl.program_id(0) == 0)
         bias_total += tl.load(bias_where, mask=writes & (fresh == 0), other=0.0)
         tl.store(bias_where, bias_total, mask=writes)
 
 
-# (vendor, arithmetic) -> configurations of the two kernels, the default pair first. The second has columns of X for
-# rows, and rows for depth.
+# (vendor, arithmetic) -> pairs of configurations, one per kernel; the default pair first. In the second of a pair,
+# `rows` counts columns of X and `depth` counts rows.
 CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("nvidia", "fp32"): (
         (Config(128, 64, 16, 8, 3), Config(128, 64, 16, 8, 3)),
@@ -184,13 +186,14 @@ for _arithmetic in ("fp32", "tensor", "widened"):
     CONFIGS["interpreter", _arithmetic] = CONFIGS["interpreter", "fp64"]
 
 
-# In place of the above where sizes or strides are not multiples of 16: every entry has an address of its own then.
+# Used instead of CONFIGS if sizes or strides are not multiples of 16: every entry then needs its own address.
 UNALIGNED: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("nvidia", "tensor"): ((Config(128, 64, 32, 8, 3), Config(64, 64, 32, 8, 3)),),
 }
 
 
-# In place of the first of a pair where there are few rows: the vectors are what has to be read then, by many programs.
+# Used instead of the first of a pair for at most FEW_ROWS rows: most reads are then of V, and small tiles spread them
+# over many programs.
 FEW_ROWS, FEW_ROWS_CONFIG = 64, Config(16, 16, 64, 4, 3)
 
 
@@ -206,11 +209,11 @@ def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) ->
 
 
 def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype) -> int:
-    """Return the shared memory of a program of either kernel, at most."""
+    """Return an upper bound on the shared memory of a program of either kernel."""
     size, number = stored.itemsize, max(4, stored.itemsize)
     rows, filters, depth = config.rows, config.filters, config.depth
     epilogue = rows * filters * number
-    # Of a factor in two parts, or widened, copies are made.
+    # Factors that are widened or split in two parts are copied.
     copies = [2 * depth * (rows + filters) * 4] if form in ("split", "widened") else [0]
     return launch.shared_memory(
         device, copies, [rows * depth * size, filters * depth * number], config.stages, epilogue
@@ -218,14 +221,14 @@ def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype
 
 
 def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
-    """Return how many planes the product of rows and vectors is stored in, and their dtype."""
+    """Return the number of planes that store U, and their dtype."""
     if form == "split":
         return 2, stored
     return 1, torch.float32 if stored == torch.float16 and form != "rounded" else stored
 
 
 def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-    """Return S v for a layer of any width: see `s3d_fast.reference.splitting_matvec`."""
+    """Return S v for a layer of any width, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
     (N, D), M, options = X.shape, C.shape[1], current()
     if V.numel() == 0 or N == 0:
         return torch.zeros_like(V)

@@ -1,15 +1,16 @@
-"""Products of stored rows with float32 numbers that keep float32 accuracy on tensor cores too.
+"""Products of stored rows with float32 numbers that are accurate on tensor cores, too.
 
-Rows in bfloat16 or float16 are exact operands of tensor cores; the other factor, which is float32, is not. It is taken
-apart into a leading part that the tensor core represents exactly and a remainder that is 2^-8 (bfloat16) or 2^-11
-(TF32, which holds float16 exactly) times smaller and is rounded: two products, with a relative error of 2^-16 or less.
+Tensor cores represent bfloat16 and float16 rows exactly (float16 as TF32), but not the other factor, which is float32.
+We split that factor into a leading part, which is exact on the tensor core, and a remainder, which is rounded. The
+remainder is at most 2^-8 (bfloat16) or 2^-10 (TF32) times the number. This takes two products, and the relative error
+is at most 2^-16.
 
-The form of a product, FORM, is one of
-    ieee     float32 by float32 multiplications, or float64 by float64 ones; 16-bit rows are widened
-    tf32     float32 numbers, each rounded to TF32
-    split    bfloat16 rows, the other factor in two parts of bfloat16
-    widened  float16 rows as TF32, the other factor in two parts of TF32
-    rounded  16-bit rows, the other factor rounded to 16 bits
+FORM, the form of a product, is one of
+    ieee     both factors float32, or both float64; 16-bit rows are widened first
+    tf32     both factors float32, each rounded to TF32
+    split    bfloat16 rows; the other factor in two bfloat16 parts
+    widened  float16 rows as TF32; the other factor in two TF32 parts
+    rounded  16-bit rows; the other factor rounded to 16 bits
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DTYPES = {
 
 
 def product_form(stored: torch.dtype, precision: str, device: Device) -> str:
-    """Return the form of product for rows of this dtype, at a precision of `triton_options`."""
+    """Return the FORM of a product with rows of this dtype, at one of the precisions of `triton_options`."""
     if stored == torch.float64:
         return "ieee"
     if stored in (torch.bfloat16, torch.float16) and precision == "medium":
@@ -44,20 +45,20 @@ def product_form(stored: torch.dtype, precision: str, device: Device) -> str:
 
 
 def wants_filters_along_threads(form: str, device: Device) -> bool:
-    """Return whether products are made of single multiplications, which read V with filters along the threads.
+    """Return whether threads should read V along the filters: if products are made of single multiplications.
 
-    AMD's matrix cores multiply float32 and float64 numbers as they are.
+    On AMD they never are: its matrix cores multiply float32 and float64 directly.
     """
     return form == "ieee" and device.vendor != "amd"
 
 
-# The interpreter multiplies the bits of 16-bit numbers; widened, which changes no value, they are multiplied rightly.
+# The interpreter multiplies the raw bits of 16-bit numbers. Widening them first changes no value and avoids this.
 _WIDEN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """a @ b + acc, in the accumulator's type."""
+    """a @ b + acc, in the accumulator's dtype."""
     if _WIDEN:
         a, b = a.to(acc.dtype), b.to(acc.dtype)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
@@ -65,17 +66,17 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def leading_part(v, FORM: tl.constexpr):
-    """The leading part of float32 numbers that is exact on the tensor core."""
+    """The leading part of float32 numbers, which is exact on the tensor core."""
     if FORM == "split":
         return v.to(tl.bfloat16)
     else:
-        # TF32 keeps 10 bits of the mantissa.
+        # TF32 has 10 bits of mantissa: clear the other 13.
         return (v.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rows_times(x, v, acc, FORM: tl.constexpr):
-    """x @ v + acc, where x holds rows as they are stored and v is of the accumulator's type."""
+    """x @ v + acc, where x holds stored rows and v has the accumulator's dtype."""
     if FORM == "split" or FORM == "widened":
         high = leading_part(v, FORM)
         low = leading_part(v - high.to(tl.float32), FORM)
@@ -92,7 +93,7 @@ def rows_times(x, v, acc, FORM: tl.constexpr):
 
 @triton.jit
 def times_rows(u, x, acc, FORM: tl.constexpr):
-    """u @ x + acc, where x holds rows as they are stored and u is of the accumulator's type."""
+    """u @ x + acc, where x holds stored rows and u has the accumulator's dtype."""
     if FORM == "split" or FORM == "widened":
         high = leading_part(u, FORM)
         low = leading_part(u - high.to(tl.float32), FORM)

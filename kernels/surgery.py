@@ -1,4 +1,4 @@
-"""Weights after splits, each new entry written once: rows gathered, scaled and shifted, columns repeated and scaled."""
+"""Weights after splits: gather, scale and shift rows, repeat and scale columns; each new entry is written once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def grow_kernel(
     new_rows,
     old_size,
     new_size,
-    inner,  # entries of one column
+    inner,  # entries per column
     ROW_SCALE: tl.constexpr,
     SHIFT: tl.constexpr,
     SHIFT_ROWS: tl.constexpr,
     REPEAT: tl.constexpr,  # whether columns are given
     COLUMN_SCALE: tl.constexpr,
-    NUMBER: tl.constexpr,  # the type of the arithmetic
+    NUMBER: tl.constexpr,  # the dtype of the arithmetic
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -58,7 +58,7 @@ def grow_kernel(
 
 
 def grow_weight(widening: Widening) -> Tensor:
-    """Return a weight after splits: see `s3d_fast.reference.grow_weight`. Indices must be in range."""
+    """Return a weight after splits, as `s3d_fast.maths.reference.grow_weight` does. Indices must be in range."""
     weight, rows, columns = widening.weight.contiguous(), widening.rows.contiguous(), widening.columns
     shape = [len(rows), *weight.shape[1:]]
     if columns is not None:
@@ -69,7 +69,7 @@ def grow_weight(widening: Widening) -> Tensor:
     old_size, new_size = weight[0].numel(), out[0].numel()
     given = [tensor if tensor is None else tensor.contiguous() for tensor in widening[2:7]]
     row_scale, shift, shift_rows, columns, column_scale = given
-    # A number of its own dtype: what is passed by value would be rounded to float32.
+    # A tensor, because Triton would round a number to float32.
     shift_scale = torch.full((1,), widening.shift_scale, dtype=torch.float64, device=weight.device)
     with launch.on_device(weight):
         grow_kernel[(triton.cdiv(new_size, COLUMNS), triton.cdiv(len(rows), ROWS))](

@@ -1,8 +1,8 @@
 """The extreme eigenpairs of many small symmetric tridiagonal matrices: bisection, then inverse iteration, in float64.
 
-A lane is one end of the spectrum of one matrix. Everything runs along the matrix, one entry after the other, for all
-lanes of a program at once; the factors of the matrix go through memory that belongs to the lane. Barriers stand where a
-loop reads what another one wrote, since nothing promises that the same thread does both.
+A lane computes one end of the spectrum of one matrix. A program goes through its matrices entry by entry, all lanes at
+once. Each lane keeps the factors of its matrix in its own part of `work`. There is a barrier wherever a loop reads what
+an earlier loop wrote, because a different thread may have written it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from torch import Tensor
 from s3d_fast.kernels import launch
 from s3d_fast.kernels.device import INTERPRETED
 
-# Few lanes, so that few filters still make many programs; the interpreter takes as long for many as for few.
+# Few lanes, so that even few filters make many programs; in the interpreter the number of lanes costs no time.
 LANES, SHIFTS, WARPS = 256 if INTERPRETED else 8, 8, 1
-# Each round leaves one of SHIFTS + 1 parts of the interval: 9^18 > 2^57, beyond the last bit of the spectral radius.
+# Each round keeps one of SHIFTS + 1 parts of the interval; 9^18 > 2^57 resolves the last bit of the spectral radius.
 ROUNDS = 18
 EPSILON = tl.constexpr(2.0**-52)
 
 
 @triton.jit
 def count_below(diagonal, coupling, boost, inverse, length, inside, x, tiny, steps):
-    """How many eigenvalues of each lane's matrix, brought into range, lie below each of its shifts x: Sturm's count."""
+    """The number of eigenvalues of each lane's scaled matrix below each shift x: Sturm's count of negative pivots.
+
+    pivot_i = d_i - x - off_(i-1)^2 / pivot_(i-1)
+    """
     below = tl.zeros(x.shape, tl.int32)
     pivot = tl.full(x.shape, 1.0, tl.float64)
     square = tl.zeros(inverse.shape, tl.float64)
@@ -41,8 +44,8 @@ def count_below(diagonal, coupling, boost, inverse, length, inside, x, tiny, ste
 
 @triton.jit(do_not_specialize=["steps"])
 def extremes_kernel(
-    alpha,  # (M, ...), rows a_row apart
-    beta,
+    alpha,  # (M, ...) with row stride a_row
+    beta,  # (M, ...) with row stride b_row
     length,  # (M,), int64
     values,  # (M, 2)
     vectors,  # (M, 2, steps)
@@ -55,14 +58,14 @@ def extremes_kernel(
     SHIFTS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """The smallest (even lanes) and the largest (odd lanes) eigenvalue of each matrix, and their unit vectors."""
+    """T x = value x with |x| = 1, for the smallest (even lanes) and largest (odd lanes) eigenvalue of each matrix."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = lane < lanes
     matrix, is_upper = lane // 2, lane % 2 == 1
     n = tl.load(length + matrix, mask=inside, other=1)
     diagonal, coupling = alpha + matrix * a_row, beta + matrix * b_row
 
-    # The matrix is divided by its largest entry, so that no square leaves the range; then Gershgorin's bounds.
+    # Divide the matrix by its largest entry, so that no square overflows; then compute Gershgorin's bounds.
     largest = tl.zeros((LANES,), tl.float64)
     finite = inside
     for i in range(steps):
@@ -71,7 +74,7 @@ def extremes_kernel(
         finite = finite & (tl.abs(d) < float("inf")) & (tl.abs(off) < float("inf"))
         largest = tl.maximum(largest, tl.maximum(tl.abs(d), tl.abs(off)))
     regular = finite & (largest > 0)
-    # The inverse of a subnormal number is not one: it is brought into range first.
+    # The inverse of a subnormal number overflows, so tiny matrices are scaled up first.
     boost = tl.where(largest < 2.0**-1000, tl.full((LANES,), 2.0**900, tl.float64), 1.0)
     inverse = 1 / tl.where(regular, largest * boost, 1.0)
     low, high = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
@@ -87,7 +90,7 @@ def extremes_kernel(
     tiny = EPSILON * tl.maximum(tl.maximum(-low, high), 1.0) / 4
     low, high = low - 8 * tiny, high + 8 * tiny
 
-    # Several shifts at once leave a smaller part of the interval than its half.
+    # SHIFTS shifts at once divide the interval by SHIFTS + 1 per round; bisection with one shift would halve it.
     part = (tl.arange(0, SHIFTS) + 1).to(tl.float64) / (SHIFTS + 1)
     wanted = tl.where(is_upper, n, 1)
     for _ in range(ROUNDS):
@@ -99,8 +102,8 @@ def extremes_kernel(
     found = tl.where(finite, tl.where(regular, value * largest, 0.0), float("nan"))
     tl.store(values + lane, found, mask=inside)
 
-    # T - value is factored with row exchanges, as it is singular but for rounding. Beyond its end a matrix gets rows of
-    # the identity, which leave the zeros of the vector there as they are.
+    # Factor T - value with row exchanges, since it is singular up to rounding. Beyond its end a matrix gets rows of the
+    # identity, which leave the zeros of the vector unchanged.
     pivots = work + lane
     plane = steps * lanes
     d = tl.load(diagonal, mask=regular, other=0.0).to(tl.float64) * boost * inverse - value
@@ -127,7 +130,7 @@ def extremes_kernel(
         u = tl.where(swap, 0.0, next_u) - ratio * second
 
     tl.debug_barrier()
-    # A start without any structure: by symmetry, a regular one may be orthogonal to what is sought.
+    # A pseudo-random start vector: by symmetry, a regular one could be orthogonal to the eigenvector.
     x_first = vectors + lane * steps
     state = 12345
     for i in range(steps):
@@ -137,7 +140,7 @@ def extremes_kernel(
 
     for sweep in tl.static_range(3):
         tl.debug_barrier()
-        # The start is arbitrary: in the first sweep it stands for what elimination would have made of another start.
+        # The start is arbitrary, so the first sweep takes it as the result of the elimination, which it skips.
         if sweep > 0:
             current = tl.load(x_first, mask=regular, other=0.0)
             factors = work + lane
@@ -177,7 +180,7 @@ def extremes_kernel(
 
 
 def tridiagonal_extremes(alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the extreme eigenpairs: see `s3d_fast.reference.tridiagonal_extremes`."""
+    """Return the extreme eigenpairs, as `s3d_fast.maths.reference.tridiagonal_extremes` defines them."""
     alpha, beta = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (alpha, beta))
     filters, steps = alpha.shape
     values = alpha.new_empty(filters, 2, dtype=torch.float64)
