@@ -1,4 +1,4 @@
-"""Data sets that networks are trained on, read from the files in which they are published."""
+"""Data sets for training, read from the files in which they are published."""
 
 from __future__ import annotations
 

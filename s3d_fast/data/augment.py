@@ -1,4 +1,4 @@
-"""Random changes to training samples, for whole batches at once, drawn from PyTorch's global generator."""
+"""Random augmentation of training samples, a whole batch at a time, drawn from PyTorch's global generator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tries at a crop that fits into the image, each from four numbers, before the crop is put into the centre.
+# Random crops to try, four random numbers each, before falling back to a centre crop.
 CROP_TRIES = 10
 
 Box = tuple[float, float, float, float]
@@ -20,13 +20,13 @@ def pad_crop_flip(
     images: Tensor,  # (N, C, H, W), any dtype, on the CPU
     padding: int = 4,
 ) -> Tensor:  # the same shape and dtype
-    """Surround images by zeros, crop them back to their size at random, and mirror every second one, at random."""
+    """Pad images with zeros, crop each back to its size at a random place, and mirror each with probability 1/2."""
     count, _, height, width = images.shape
     padded = F.pad(images, (padding,) * 4)
     both = torch.stack([padded, padded.flip(-1)])
     top, left = torch.randint(0, 2 * padding + 1, (2, count)).numpy()
     mirrored = torch.randint(0, 2, (count,)).numpy()
-    # A view of all crops there are; numpy copies the chosen ones row by row, PyTorch would do so number by number.
+    # A view of every possible crop. numpy copies the chosen crops row by row; PyTorch would copy number by number.
     crops = np.lib.stride_tricks.sliding_window_view(both.numpy(), (height, width), axis=(-2, -1))
     return torch.from_numpy(crops[mirrored, np.arange(count), :, top, left])
 
@@ -45,14 +45,14 @@ def scale_and_jitter(
     Args:
         clouds: coordinates.
         low: smallest factor along an axis.
-        high: largest one.
+        high: largest factor along an axis.
         shift: largest shift along an axis.
         sigma: standard deviation of a coordinate's jitter.
         clip: largest jitter of a coordinate.
-        points: keep so many points of each cloud, in random order.
+        points: keep this many points of each cloud, in random order; all by default.
 
     Raises:
-        ValueError: there are fewer points than asked for.
+        ValueError: points is below 1 or exceeds the points of a cloud.
     """
     count, available, _ = clouds.shape
     if points is not None:
@@ -73,10 +73,10 @@ def random_resized_crop(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Box:
-    """Return the box (left, top, right, bottom) of a random crop: area by `scale`, width over height by `ratio`.
+    """Return the box (left, top, right, bottom) of a random crop.
 
-    The first row of `draws` that gives a box inside the image is used; if there is none, the largest box of a permitted
-    ratio in the centre is.
+    `scale` bounds the crop's share of the area, and `ratio` its width over height. The first row of `draws` that gives
+    a box inside the image is used. If no row does, the result is the largest centred box of a permitted ratio.
     """
     smallest, largest = math.log(ratio[0]), math.log(ratio[1])
     for u_area, u_ratio, u_left, u_top in draws:
@@ -93,7 +93,7 @@ def random_resized_crop(
 
 
 def centre_crop(width: int, height: int, size: int) -> Box:
-    """Return the box that ends up as the centre once the shorter side is resized to size * 256 / 224."""
+    """Return the box that becomes the central size x size crop when the shorter side is resized to size * 256 / 224."""
     side = min(width, height) * size / round(size * 256 / 224)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side

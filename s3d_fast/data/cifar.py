@@ -28,13 +28,13 @@ def cifar100(path: str | Path) -> Dataset:
     """Return CIFAR-100 with its 100 fine classes; training images are shifted by up to 4 pixels and mirrored.
 
     Args:
-        path: the folder, or one that contains it, of the Python version (train, test) or of the binary version
-            (train.bin, test.bin); a file of either; or an npz file, or a folder with cifar100.npz, that holds x_train,
-            y_train, x_test, y_test: images uint8 (N, 32, 32, 3) or (N, 3, 32, 32).
+        path: the folder of the Python version (train, test) or of the binary version (train.bin, test.bin), its parent
+            folder, or one of its files; or an npz file, or a folder with cifar100.npz. The npz file holds x_train,
+            y_train, x_test and y_test; images are uint8, (N, 32, 32, 3) or (N, 3, 32, 32).
 
     Raises:
-        FileNotFoundError: there are no such files.
-        ValueError: a file is damaged, or holds something else.
+        FileNotFoundError: the files are missing.
+        ValueError: a file is damaged or does not hold CIFAR-100.
     """
     splits = _read(existing(path))
     train, test = (ArraySource(*split, NORMALISE, pad_crop_flip) for split in splits)
@@ -66,7 +66,7 @@ def _read_binary(path: Path) -> Split:
     # A record: coarse label, fine label, pixels.
     data, record = np.fromfile(path, dtype=np.uint8), 2 + PIXELS
     if data.size % record:
-        raise ValueError(f"{path} must consist of records of {record} bytes, got {data.size} bytes: is it whole?")
+        raise ValueError(f"{path} must consist of records of {record} bytes, got {data.size} bytes; is it truncated?")
     records = data.reshape(-1, record)
     return _split(path, records[:, 2:].reshape(-1, *SHAPE), records[:, 1])
 
@@ -77,7 +77,7 @@ def _read_pickle(path: Path) -> Split:
             batch = _BatchUnpickler(stream, encoding="bytes").load()
         except _Refused as error:
             raise ValueError(f"{path}: {error}") from error
-        # A damaged pickle can fail in any way.
+        # A damaged pickle can raise any exception.
         except Exception as error:
             raise ValueError(f"{path} is not a whole CIFAR-100 batch: {type(error).__name__}: {error}") from error
     if not isinstance(batch, dict):
@@ -99,16 +99,16 @@ def _split(where: object, images: np.ndarray, labels: Any) -> Split:
         raise ValueError(f"{where}: images must be {wanted}, got {images.dtype} {images.shape}")
     if images.shape[1:] != SHAPE:
         images = images.transpose(0, 3, 1, 2)
-    # A copy: what was read may be read-only, or part of something larger.
+    # Copy: the array may be read-only, or a view of a larger one.
     return torch.from_numpy(images.copy()), as_labels(where, labels, len(images), CLASSES)
 
 
 class _Refused(ValueError):
-    """A pickle names something that a CIFAR batch has no use for."""
+    """A pickle asks for a name that a CIFAR batch does not need."""
 
 
 class _PickledArray:
-    """What stands for numpy's array while a pickle is read: it keeps what the pickle says and does nothing with it."""
+    """A stand-in for numpy's array while a pickle is read: it stores the pickled state and executes nothing."""
 
     def __init__(self, *arguments: object) -> None:
         self.state: Any = None
@@ -117,7 +117,7 @@ class _PickledArray:
         self.state = state
 
     def array(self) -> np.ndarray | None:
-        """Return the array, if it is one of bytes and as many as its shape says."""
+        """Return the array if it holds bytes, as many as its shape says; else None."""
         match self.state:
             case (_, tuple() as shape, _PickledType(code=b"u1" | "u1"), fortran, bytes() as data):
                 whole = all(isinstance(n, int) and n >= 0 for n in shape) and math.prod(shape) == len(data)
@@ -127,7 +127,7 @@ class _PickledArray:
 
 
 class _PickledType:
-    """What stands for numpy's dtype."""
+    """A stand-in for numpy's dtype."""
 
     def __init__(self, code: object = None, *arguments: object) -> None:
         self.code = code
@@ -137,20 +137,20 @@ class _PickledType:
 
 
 class _BatchUnpickler(pickle.Unpickler):
-    """Reads the pickles in which CIFAR is published without executing anything that they ask for.
+    """Reads CIFAR's pickles without executing any code in them.
 
-    A pickle is a program: it can import and call any function there is, and a downloaded file may have been made by
-    anybody. Dictionaries, lists, numbers and bytes need no imports; an array of bytes asks for three names of numpy,
-    and is given classes that only store what they are told. All else is refused by name, before it is imported.
+    A pickle is a program: it can import and call any function, and anybody may have made a downloaded file.
+    Dictionaries, lists, numbers and bytes need no imports. An array of bytes asks for three numpy names and gets
+    stand-in classes, which only store their arguments. Every other name is refused before it is imported.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in the pickle.
+        """Return the stand-in for a name in the pickle.
 
         Raises:
-            ValueError: it is none of those that arrays need.
+            ValueError: an array of bytes does not need this name.
         """
-        # numpy.core is where numpy < 2 had what numpy._core has now.
+        # numpy < 2 has the module numpy._core under the name numpy.core.
         if (module, name) in (("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")):
             return _PickledArray
         if (module, name) == ("numpy", "dtype"):

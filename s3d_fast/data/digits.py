@@ -12,12 +12,12 @@ from s3d_fast.data.sources import ArraySource, Dataset
 
 CLASSES = 10
 TRAIN = 1437
-# Values go from 0 to 16, and come out from 0 to 1.
+# Maps the values 0..16 to 0..1.
 NORMALISE = normalise((0.0,), (16 / 255,))
 
 
 def digits() -> Dataset:
-    """Return 1437 training and 360 test images of 8 x 8, always the same; they are not augmented.
+    """Return the 8 x 8 digits, always split into the same 1437 training and 360 test images, without augmentation.
 
     Raises:
         RuntimeError: scikit-learn is not installed.

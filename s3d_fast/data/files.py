@@ -1,4 +1,4 @@
-"""What readers of data sets have in common: optional libraries, npz files, and checks of what was read."""
+"""Helpers for reading data sets: paths, npz files, and checks of labels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def existing(path: str | Path) -> Path:
-    """Return the path.
+    """Return the path if it exists.
 
     Raises:
-        FileNotFoundError: there is nothing.
+        FileNotFoundError: it does not exist.
     """
     path = Path(path)
     if not path.exists():
@@ -24,7 +24,7 @@ def existing(path: str | Path) -> Path:
 
 
 def found(folder: Path) -> str:
-    """Return a few names of what is in a folder, for an error message."""
+    """Return the first few names in a folder, for an error message."""
     return some(sorted(entry.name for entry in folder.iterdir())) or "nothing"
 
 
@@ -37,7 +37,7 @@ def some(names: Iterable[object], limit: int = 5) -> str:
 
 @contextmanager
 def whole(path: Path, kind: str) -> Iterator[None]:
-    """Turn whatever a library raises when it reads a damaged file into a ValueError that names the file."""
+    """Turn any error that a library raises on a damaged file into a ValueError that names the file."""
     try:
         yield
     except Exception as error:
@@ -45,16 +45,16 @@ def whole(path: Path, kind: str) -> Iterator[None]:
 
 
 def read_npz(path: Path, wanted: Sequence[Sequence[str]]) -> list[np.ndarray]:
-    """Return arrays of an npz file.
+    """Return the wanted arrays of an npz file.
 
     Args:
         path: the file.
-        wanted: for each array the names that it may have.
+        wanted: for each array, the names it may have.
 
     Raises:
         ValueError: the file is damaged, or lacks an array.
     """
-    # Opened here, since numpy leaves a file open that turns out to be damaged.
+    # Opened here because numpy leaves a damaged file open.
     with path.open("rb") as stream:
         with whole(path, "npz file"):
             # allow_pickle=False: an array of objects would be a pickle, which can execute anything.
@@ -76,13 +76,13 @@ def as_labels(where: object, labels: np.ndarray | Sequence[int], count: int, cla
     """Return labels as int64 (N,).
 
     Args:
-        where: what they belong to, for errors.
+        where: names the data in error messages.
         labels: (N,) or (N, 1).
         count: the number of samples.
-        classes: labels are below.
+        classes: the number of classes; labels must be below it.
 
     Raises:
-        ValueError: they are not integers, not as many as samples, or out of range.
+        ValueError: there are no samples, or the labels are not integers, not one per sample, or out of range.
     """
     if count == 0:
         raise ValueError(f"{where}: there are no samples")

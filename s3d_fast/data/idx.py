@@ -29,8 +29,8 @@ def fashion_mnist(path: str | Path) -> Dataset:
             t10k-labels-idx1-ubyte, each with or without .gz.
 
     Raises:
-        FileNotFoundError: one of them is missing.
-        ValueError: one is damaged, or holds something else.
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged or does not hold Fashion-MNIST.
     """
     folder = existing(path)
     folder = folder if folder.is_dir() else folder.parent
@@ -40,10 +40,12 @@ def fashion_mnist(path: str | Path) -> Dataset:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Return the array of bytes in an idx file: two zeros, the type, the number of dimensions, the sizes, the data.
+    """Return the array of bytes in an idx file.
+
+    The file holds two zeros, the type, the number of dimensions, the sizes and the data.
 
     Raises:
-        ValueError: the file is damaged, or of another type.
+        ValueError: the file is damaged or not an idx file of bytes.
     """
     data = path.read_bytes()
     if path.suffix == ".gz":
@@ -54,7 +56,7 @@ def read_idx(path: Path) -> np.ndarray:
     shape = tuple(np.frombuffer(data, dtype=">u4", count=data[3], offset=4).tolist())
     start = 4 + 4 * len(shape)
     if len(data) - start != math.prod(shape):
-        raise ValueError(f"{path} must hold {shape} bytes after its header, got {len(data) - start}: is it whole?")
+        raise ValueError(f"{path} must hold {shape} bytes after its header, got {len(data) - start}; is it truncated?")
     return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
 
 

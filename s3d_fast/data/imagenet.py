@@ -1,4 +1,4 @@
-"""ImageNet, or anything laid out like it: JPEGs in a folder per class, or in tar files."""
+"""ImageNet, or any data set with the same layout: JPEGs in a folder per class, or in tar files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUFFIXES = (".jpeg", ".jpg")
 
 
 class Found(NamedTuple):
-    """A JPEG of a class, which is a name, or a number where the files give numbers."""
+    """A JPEG and its class: a name, or a number where the files give numbers."""
 
     file: str
     offset: int
@@ -27,15 +27,15 @@ def imagenet(path: str | Path, size: int = 224, workers: int | None = None) -> D
     """Return the images of PATH/train and PATH/val; classes are numbered in the order of their names.
 
     Args:
-        path: either of the two holds a folder per class, or tar files, uncompressed, which are read in place. A tar
-            holds one class, whose name is the tar's; or CLASS/file.jpg; or pairs key.jpg and key.cls, the class's
-            number in ASCII.
+        path: a folder with train and val. Each holds a folder per class, or uncompressed tar files, which are read in
+            place. A tar holds one class, named like the tar; or files CLASS/file.jpg; or pairs key.jpg and key.cls,
+            where key.cls is the class number in ASCII.
         size: height and width for the network.
-        workers: processes that decode; see `JpegSource`.
+        workers: decoding processes; see `JpegSource`.
 
     Raises:
-        FileNotFoundError: there are no such folders.
-        ValueError: a folder or file holds something else, or the two differ in their classes.
+        FileNotFoundError: train or val is missing.
+        ValueError: a folder or file has another layout, or train and val have different classes.
         RuntimeError: Pillow is not installed.
     """
     folder = existing(path)
@@ -63,7 +63,7 @@ def _read_split(folder: Path) -> list[Found]:
     tars = [entry.path for entry in entries if entry.name.lower().endswith(".tar")]
     classes = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     if tars and classes:
-        raise ValueError(f"{folder} must hold tar files or a folder per class, and holds both; remove one of them")
+        raise ValueError(f"{folder} must hold tar files or a folder per class, but holds both; remove one of them")
     if tars:
         return [image for tar in tars for image in _read_tar(Path(tar))]
     if not classes:
@@ -79,7 +79,7 @@ def _read_split(folder: Path) -> list[Found]:
 
 def _read_tar(path: Path) -> list[Found]:
     try:
-        # "r:": a compressed tar has no places to read from.
+        # "r:" refuses compressed tars: their members cannot be read in place.
         with tarfile.open(path, "r:") as tar:
             members = [member for member in tar if member.isreg()]
             numbers = dict(_read_numbers(path, tar, members))
@@ -91,7 +91,7 @@ def _read_tar(path: Path) -> list[Found]:
         if not _is_jpeg(PurePosixPath(member.name).name):
             continue
         if member.offset_data + member.size > end:
-            raise ValueError(f"{path} ends inside of {member.name}: is it whole?")
+            raise ValueError(f"{path} ends inside {member.name}; is it truncated?")
         label: str | int | None = PurePosixPath(member.name).parent.name or path.stem
         if numbers:
             label = numbers.get(_key(member.name))
@@ -115,12 +115,12 @@ def _read_numbers(path: Path, tar: tarfile.TarFile, members: list[tarfile.TarInf
 
 
 def _is_jpeg(name: str) -> bool:
-    # Names that begin with a dot are other systems' notes about a file.
+    # Some systems store metadata in files whose names begin with a dot.
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
 def _key(name: str) -> str:
-    # What members of one sample have in common: the name up to the first dot after the last slash.
+    # All members of a sample share this key: the name up to the first dot after the last slash.
     folder, slash, last = name.rpartition("/")
     return folder + slash + last.partition(".")[0]
 

@@ -1,4 +1,4 @@
-"""Images between files and networks: decoding, and normalisation."""
+"""Decoding and normalisation of images."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Normalise:
         """Return normalised images."""
         factors = torch.tensor([1 / (255 * std) for std in self.std])
         offsets = torch.tensor([-mean / std for mean, std in zip(self.mean, self.std, strict=True)])
-        # Two passes in place over what was just written are faster than one addcmul, which broadcasts badly.
+        # Two in-place passes over freshly written data are faster than one addcmul, which broadcasts badly.
         return images.to(torch.float32).mul_(factors[:, None, None]).add_(offsets[:, None, None])
 
 
 def normalise(mean: Sequence[float], std: Sequence[float]) -> Normalise:
-    """Return the function that takes bytes 0..255 to numbers of mean 0 and deviation 1, by channel.
+    """Return a function that normalises bytes 0..255 to mean 0 and standard deviation 1 per channel.
 
     Args:
-        mean: of each channel, on the scale 0..1.
+        mean: mean of each channel, on the scale 0..1.
         std: standard deviation of each channel, on the same scale.
 
     Raises:
-        ValueError: the two differ in length, or a deviation is not positive.
+        ValueError: mean and std differ in length or are empty, or a standard deviation is not positive.
     """
     if len(mean) != len(std) or not std or min(std) <= 0:
         raise ValueError(f"mean and std must be equally many numbers, std > 0; got {tuple(mean)} and {tuple(std)}")
@@ -48,11 +48,11 @@ IMAGENET_NORMALISE = normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def read_bytes(file: str, offset: int, size: int) -> bytes:
-    """Return `size` bytes of a file from `offset` on; all of the file if `size` is negative.
+    """Return `size` bytes of a file, starting at `offset`; the rest of the file if `size` is negative.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it ends before.
+        ValueError: the file is too short.
     """
     with open(file, "rb") as stream:
         stream.seek(offset)
@@ -67,7 +67,7 @@ def decode(
     size: int,
     generator: np.random.Generator | None = None,
 ) -> np.ndarray:  # (3, size, size), uint8
-    """Return a square RGB crop of a JPEG, resized: the centre, or with a generator a random one, mirrored or not."""
+    """Return a square RGB crop of a JPEG, resized: the centre or, given a generator, a random crop, mirrored or not."""
     pillow = require.library("PIL.Image", "JPEG images need Pillow", "'s3d_fast[images]'")
     image = pillow.open(io.BytesIO(data))
     width, height = image.size
@@ -75,12 +75,12 @@ def decode(
     if generator is None:
         box = centre_crop(width, height, size)
     else:
-        # All numbers at once: how many of them are used depends on the image, what is drawn does not.
+        # Draw all numbers at once: how many are used depends on the image, how many are drawn must not.
         *draws, last = generator.random(4 * CROP_TRIES + 1)
         box = random_resized_crop(width, height, np.reshape(draws, (CROP_TRIES, 4)))
         mirrored = last < 0.5
     left, top, right, bottom = box
-    # The decoder drops detail (by 2, 4 or 8) that the crop does not need: ceilings, so that it keeps `size` pixels.
+    # The decoder can shrink by 2, 4 or 8. Rounding up keeps at least `size` pixels of the crop.
     image.draft(None, (-int(-width * size // (right - left)), -int(-height * size // (bottom - top))))
     if image.mode not in ("RGB", "L", "CMYK"):
         image = image.convert("RGB")

@@ -35,15 +35,15 @@ def modelnet40(path: str | Path, points: int = 1024) -> Dataset:
     """Return ModelNet40; training clouds are scaled, shifted and jittered as in DGCNN's training.
 
     Args:
-        path: a folder, or one that contains modelnet40_ply_hdf5_2048, with ply_data_train*.h5 and ply_data_test*.h5;
-            or an npz file, or a folder with modelnet40.npz, that holds x_train, y_train, x_test, y_test; or a folder
-            with modelnet40_train.npz and modelnet40_test.npz. Clouds are (N, P, 3).
-        points: points of a cloud; of more, a random subset in training and the first ones in tests.
+        path: a folder with ply_data_train*.h5 and ply_data_test*.h5, directly or in modelnet40_ply_hdf5_2048; or an
+            npz file, or a folder with modelnet40.npz, that holds x_train, y_train, x_test and y_test; or a folder with
+            modelnet40_train.npz and modelnet40_test.npz. Clouds are (N, P, 3).
+        points: points per cloud. Larger clouds give a random subset in training and their first points in tests.
 
     Raises:
-        FileNotFoundError: there are no such files.
-        ValueError: a file is damaged, or holds something else, or clouds have fewer points.
-        RuntimeError: the files are HDF5, and h5py is not installed.
+        FileNotFoundError: the files are missing.
+        ValueError: a file is damaged or does not hold ModelNet40, or clouds have fewer points.
+        RuntimeError: the files are HDF5 and h5py is not installed.
     """
     require.count("points", points)
     splits = _read(existing(path))
@@ -81,7 +81,7 @@ def _read(path: Path) -> tuple[Split, Split]:
 
 
 def _check_complete(folder: Path, split: str, paths: list[Path]) -> None:
-    """Raise FileNotFoundError if one of the files is missing that the list of the data set, or their numbers, say."""
+    """Raise FileNotFoundError if a file is missing, by the data set's list of files or else by their numbers."""
     listed = folder / f"{split}_files.txt"
     if listed.is_file():
         wanted = {Path(line.strip()).name for line in listed.read_text().splitlines() if line.strip()}

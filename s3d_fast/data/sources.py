@@ -1,4 +1,4 @@
-"""Samples in memory or in JPEG files, and the batches that are made of them."""
+"""Samples in memory or in JPEG files, and batches of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from s3d_fast.base.byte_counts import local_processes
 from s3d_fast.data.images import IMAGENET_NORMALISE, decode, read_bytes
 
 Batch = tuple[Tensor, Tensor]
-Part = tuple[int, int]  # (rank, size): of so many processes, which one
+Part = tuple[int, int]  # (rank, size): the rank of this process, and the number of processes
 WHOLE: Part = (0, 1)
 
 
 class Batches(Protocol):
-    """Batches (x, y) of a source; each iteration is an epoch, drawn anew from PyTorch's global generator."""
+    """Batches (x, y) of a source; every iteration is a new epoch, drawn from PyTorch's global generator."""
 
     def __len__(self) -> int: ...
 
@@ -38,8 +38,8 @@ class Source(Protocol):
     def batches(self, batch_size: int, *, train: bool = False, part: Part = WHOLE) -> Batches:
         """Return batches: shuffled, augmented and of one size for training; else all samples in order, unchanged.
 
-        In training the samples that do not fill a batch are left out, unless there would be no batch. Of every batch
-        only a part is made: that of process (rank, size).
+        Training drops an incomplete last batch, unless it is the only batch. Process (rank, size) gets its share of
+        every batch.
         """
         ...
 
@@ -47,28 +47,28 @@ class Source(Protocol):
         """Return a source of `count` samples, always the same, with classes as balanced as the data allow.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: there are fewer samples.
         """
         ...
 
     def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> Sample:
         """Return `count` samples, drawn without replacement and not augmented, as batches of equal size.
 
-        Of all batches, those of process (rank, size) are made.
+        Process (rank, size) gets every size-th batch, starting with number rank.
 
         Raises:
-            ValueError: there are not so many, or they do not fill the last batch.
+            ValueError: there are fewer samples, or `count` is not a multiple of `batch_size`.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Batches of samples that were drawn once; every pass makes the same ones anew, and keeps none.
+    """Batches of samples that were drawn once; every pass makes the same batches again and keeps none.
 
     Attributes:
-        indices: the samples (B,) of every batch.
-        make: makes the batches of some indices.
+        indices: the sample indices (B,) of every batch.
+        make: makes the batches of given indices.
     """
 
     indices: list[Tensor]
@@ -84,7 +84,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set: `input_shape` is that of one sample as the network sees it."""
+    """A data set; `input_shape` is the shape of one sample as the network sees it."""
 
     name: str
     train: Source
@@ -100,11 +100,11 @@ class ArraySource:
     Args:
         inputs: images, uint8 (N, C, H, W), or point clouds, float32 (N, P, 3).
         labels: int64 (N,).
-        prepare: makes what the network sees of a batch of inputs.
-        augment: changes a batch of inputs at random, before `prepare`.
+        prepare: turns a batch of inputs into the network's input.
+        augment: changes a batch of training inputs at random, before `prepare`.
 
     Raises:
-        ValueError: there are no samples, or not as many labels, or these are not int64.
+        ValueError: there are no samples, or the labels are not int64 with one per sample.
     """
 
     inputs: Tensor
@@ -136,8 +136,8 @@ class ArraySource:
         return Sample(indices, lambda indices: (self.batch(index, augmented=False) for index in indices))
 
     def batch(self, index: Tensor, *, augmented: bool) -> Batch:
-        """Return the samples of an index (B,)."""
-        # index_select copies whole samples; indexing by [] goes number by number, 15 times slower.
+        """Return the batch of the samples at `index`, (B,)."""
+        # index_select copies whole samples; indexing by [] copies number by number, which is 15 times slower.
         inputs = self.inputs.index_select(0, index)
         if augmented and self.augment is not None:
             inputs = self.augment(inputs)
@@ -145,7 +145,7 @@ class ArraySource:
 
 
 class Entry(NamedTuple):
-    """A JPEG: `size` bytes at an offset of a file, which may be a tar; a negative size is the whole file."""
+    """A JPEG: `size` bytes at `offset` of a file, which may be a tar; a negative size means the whole file."""
 
     file: str
     offset: int
@@ -157,14 +157,14 @@ class JpegSource:
     """JPEGs in files or inside tar files, decoded by worker processes.
 
     Args:
-        entries: where they are.
+        entries: where the JPEGs are.
         size: height and width for the network.
-        num_workers: processes that decode; 0: none but this one; by default one per core that this
-            process has for itself, at most 8.
+        num_workers: decoding processes; 0 decodes in this process. By default one for each core that this process
+            has to itself, at most 8.
 
-    In training, a random part of each image (8 % to 100 % of its area, 3:4 to 4:3), mirrored or not; else its shorter
-    side is resized to size * 256 / 224 and the centre is taken. Both are normalised by ImageNet's mean and deviation.
-    What is drawn depends on PyTorch's seed alone, not on the number of workers.
+    Training takes a random crop of each image (8 % to 100 % of its area, 3:4 to 4:3), mirrored or not. Otherwise the
+    shorter side is resized to size * 256 / 224 and the centre is taken. Both are normalised with ImageNet's mean and
+    standard deviation. The random draws depend only on PyTorch's seed, not on the number of workers.
 
     Raises:
         ValueError: there are no entries.
@@ -192,7 +192,7 @@ class JpegSource:
         """See `Source`.
 
         Raises:
-            ValueError: in an iteration: a JPEG that cannot be decoded; names its file.
+            ValueError: during iteration, a JPEG cannot be decoded; the message names its file.
         """
         return _JpegBatches(self, batch_size, train, part)
 
@@ -208,14 +208,14 @@ class JpegSource:
         return Sample(indices, lambda indices: self.decoded(indices, augmented=False))
 
     def decoded(self, indices: list[Tensor], *, augmented: bool) -> Iterator[Batch]:
-        """Yield the batches of a list of indices (B,)."""
+        """Yield one batch for each index tensor (B,) in the list."""
         seed = int(torch.randint(2**62, ())) if augmented else None
         loader = DataLoader(
             _Decoder(self._table, [index.numpy() for index in indices], self.size, seed),
             batch_size=None,
             num_workers=min(self.num_workers, len(indices)),
             collate_fn=_unchanged,
-            # One of its own: the loader draws a seed that nobody uses.
+            # The loader draws a seed that is never used; its own generator keeps the global one unchanged.
             generator=torch.Generator(),
         )
         for batch in loader:
@@ -229,12 +229,12 @@ def balanced(labels: np.ndarray, count: int) -> np.ndarray:
     """Return `count` indices in ascending order, always the same, with classes as balanced as `labels` (N,) allow.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: there are fewer samples.
     """
     require.count("count", count)
     if count > len(labels):
         raise ValueError(f"count must be at most {len(labels)}, the number of samples; got {count}")
-    # Files are often sorted: the first of each class need not be like the rest.
+    # Files are often sorted, so the first samples of a class may not be typical.
     shuffled = np.random.RandomState(0).permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     _, first, sizes = np.unique(labels[by_class], return_index=True, return_counts=True)
@@ -245,7 +245,7 @@ def balanced(labels: np.ndarray, count: int) -> np.ndarray:
 
 
 class _PartialBatches:
-    """What batches of both kinds of source have in common: how many, and which samples."""
+    """The common part of both kinds of batches: how many there are, and which samples they hold."""
 
     def __init__(self, samples: int, batch_size: int, train: bool, part: Part) -> None:
         require.count("batch_size", batch_size)
@@ -255,14 +255,14 @@ class _PartialBatches:
         return len(self._indices(torch.arange(self.samples)))
 
     def epoch(self) -> list[Tensor]:
-        """Return the samples of every batch; those of training are drawn from the global generator."""
+        """Return the sample indices of every batch; training draws their order from the global generator."""
         return self._indices(torch.randperm(self.samples) if self.train else torch.arange(self.samples))
 
     def _indices(self, order: Tensor) -> list[Tensor]:
         count = _batch_count(self.samples, self.batch_size, self.train)
         rank, size = self.part
         parts = [index[rank::size] for index in order.split(self.batch_size)[:count]]
-        # The last batch of all may be too small to be divided.
+        # The last batch may have fewer samples than there are processes.
         return [index for index in parts if len(index)]
 
 
@@ -286,7 +286,7 @@ class _JpegBatches(_PartialBatches):
 
 
 class _Decoder(TorchDataset):
-    """Batches of pixels uint8 (B, 3, size, size) and labels, or the error that came up: as bytes, they are small."""
+    """Batches of pixels (B, 3, size, size) and labels, or the error; uint8 keeps the data that workers send small."""
 
     def __init__(self, table: np.ndarray, indices: list[np.ndarray], size: int, seed: int | None) -> None:
         self.table, self.indices, self.size, self.seed = table, indices, size, seed
@@ -302,7 +302,7 @@ class _Decoder(TorchDataset):
             generator = None if self.seed is None else np.random.default_rng((self.seed, int(sample)))
             try:
                 pixels[row] = decode(read_bytes(os.fsdecode(file), int(offset), int(size)), self.size, generator)
-            # Pillow has many ways to fail on a damaged file. Returned: raised in a worker, it would lose its type.
+            # Pillow can raise many errors on a damaged file. Return them: raised in a worker, they lose their type.
             except Exception as error:
                 place = "" if size < 0 else f" at byte {offset}"
                 return ValueError(f"cannot decode the JPEG {os.fsdecode(file)}{place}: {error}")
@@ -310,7 +310,7 @@ class _Decoder(TorchDataset):
 
 
 def _as_table(entries: Iterable[Entry]) -> np.ndarray:
-    # One array, not a million Python objects: these would be copied into every worker as their reference counts change.
+    # One array: a million Python objects would be copied into every worker as their reference counts change.
     rows = [(os.fsencode(file), offset, size, label) for file, offset, size, label in entries]
     if not rows:
         raise ValueError("entries must not be empty")
@@ -333,7 +333,7 @@ def _drawn(samples: int, count: int, batch_size: int) -> list[Tensor]:
 
 
 def _cores() -> int:
-    # What this process may use, which in a container is often less than what the machine has.
+    # The cores that this process may use; in a container, often fewer than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
