@@ -1,4 +1,4 @@
-"""What runs look like: figures, the report of a run, and the comparison of several."""
+"""Reports of runs: figures, the report of one run, and the comparison of several."""
 
 from s3d_fast.growth.record import Phase as PhaseRecord
 from s3d_fast.growth.run import Run, eigen_share, read_run

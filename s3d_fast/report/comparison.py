@@ -1,4 +1,4 @@
-"""Comparing runs: those that differ only in their seed are one group, shown by its median and its range."""
+"""Comparison of runs: runs that differ only in their seed form a group, shown by its median and range."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Group:
     """Runs that differ only in their seed.
 
     Attributes:
-        label: what tells the group from the others, such as "s3d c=1.3".
-        method: of all its runs.
-        runs: ordered by seed.
+        label: distinguishes the group from the others, such as "s3d c=1.3".
+        method: the method of all its runs.
+        runs: the runs, ordered by seed.
     """
 
     label: str
@@ -31,7 +31,7 @@ class Group:
     runs: list[Run]
 
     def phases(self) -> Iterator[tuple[int, list[Phase]]]:
-        """Yield every phase that any run has trained to its end, with the records of those that have."""
+        """Yield every phase that at least one run has finished training, with the records of those runs."""
         by_index: dict[int, list[Phase]] = {}
         for run in self.runs:
             for phase in run.phases:
@@ -44,7 +44,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs of the same recipe, preset, method and choices, in the order in which they first occur.
 
     Raises:
-        ValueError: two runs of a group have the same seed, and would count twice.
+        ValueError: two runs of a group have the same seed and would count twice.
     """
     groups: dict[tuple[str, str, str, str], list[Run]] = {}
     for run in runs:
@@ -59,12 +59,13 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def comparison_table(runs: Sequence[Run]) -> list[list[str]]:
-    """Return the head and the rows of a table of all phases of all groups: counts and metric as median [min, max].
+    """Return a table, its head first, of all phases of all groups: counts and metric as median [min, max].
 
-    The metric is accuracy, or the first that was recorded if no run has it. Seeds are those whose run has got so far.
+    The metric is accuracy, or the first recorded metric if no run has accuracy. The column seeds counts the runs that
+    finished training the phase.
 
     Raises:
-        ValueError: two runs differ in nothing.
+        ValueError: two runs have the same recipe, preset, method, choices and seed.
     """
     metric = main_metric(runs)
     rows = [["method", "phase", "seeds", "params", "MACs", metric or "metric"]]
@@ -128,8 +129,8 @@ def _times(groups: Sequence[Group], metric: str | None) -> Figure:
         image = png(figure)
     caption = _caption(
         metric,
-        "the time that all stages up to then took (its own alone where networks are trained from scratch), "
-        "which compares methods only on one machine",
+        "the time of all stages so far (for a network trained from scratch, only its own; times compare only on one "
+        "machine)",
     )
     return Figure(name, title, caption, image)
 
@@ -147,7 +148,7 @@ def _promises(groups: Sequence[Group]) -> Figure:
 
 
 def _overlay(axis: Any, groups: Sequence[Group], metric: str, place: Callable[[Run, Phase], float]) -> list[float]:
-    """Draw the metric of all groups over `place`, medians of both with the range of the metric; return the places."""
+    """Draw each group's median metric against its median `place`, with the metric's range; return the places."""
     drawn: list[float] = []
     styles = drawing.line_styles([group.method for group in groups])
     for group, style in zip(groups, styles, strict=True):
@@ -181,8 +182,8 @@ def _legend(figure: Any, axis: Any) -> None:
 
 def _caption(metric: str, against: str) -> str:
     return (
-        f"{wording.title(metric)} at the end of every phase against {against}: lines are medians over seeds, bands "
-        "reach from the least to the greatest, n is the number of seeds."
+        f"{wording.title(metric)} at the end of every phase against {against}. Lines are medians over seeds, bands "
+        "span minimum to maximum, and n is the number of seeds."
     )
 
 
@@ -191,7 +192,7 @@ def _with_metric(groups: Sequence[Group], metric: str | None) -> list[Group]:
 
 
 def _elapsed(run: Run) -> dict[int, float]:
-    """Return the time that the network of every phase took: from the start of the run, or from scratch."""
+    """Return the seconds that each phase's network took: since the start of the run, or its own if not grown."""
     before = accumulate((sum(phase.seconds.values()) for phase in run.phases), initial=0.0)
     return {
         phase.index: start * run.is_grown + sum(phase.seconds.get(stage, 0.0) for stage in ("train", "evaluate"))
@@ -209,7 +210,7 @@ def _same(value: Any) -> Any:
 
 
 def _group_label(run: Run, firsts: Sequence[Run]) -> str:
-    """Return the run's variant, and what else is needed to tell its group from the others."""
+    """Return the run's variant and whatever else distinguishes its group from the others."""
     parts = [run.variant]
     alike = [
         other for other in firsts if (other.recipe, other.preset, other.method) == (run.recipe, run.preset, run.method)

@@ -1,4 +1,4 @@
-"""Drawing into files: matplotlib on demand, and the colours, labels and axes that all figures of runs share."""
+"""Drawing into files: matplotlib on demand, and the colours, labels and axes that all figures share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# Okabe and Ito's colours, which people with any kind of colour vision tell apart.
+# Okabe and Ito's colours, which are distinguishable with any kind of colour vision.
 METHOD_COLOURS = {"s3d": "#0072B2", "s2d": "#D55E00", "net2net": "#009E73", "uniform": "#CC79A7"}
 METHOD_MARKERS = {"s3d": "o", "s2d": "s", "net2net": "^", "uniform": "D"}
 OTHER_COLOUR, OTHER_MARKER = "#555555", "v"
@@ -41,7 +41,7 @@ def require_matplotlib() -> Any:
     """Return matplotlib.pyplot, set to draw into files.
 
     Raises:
-        RuntimeError: matplotlib is not installed; says how to get it.
+        RuntimeError: matplotlib is not installed; the message says how to install it.
     """
     try:
         import matplotlib
@@ -55,9 +55,9 @@ def require_matplotlib() -> Any:
 
 @contextmanager
 def canvas(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure of size (width, height) in inches and its 2-d array of axes; it is closed afterwards.
+    """Yield a figure of size (width, height) in inches and its 2-d array of axes; close it afterwards.
 
-    The style is ours alone: a user's matplotlibrc changes nothing.
+    A user's matplotlibrc does not change the style.
     """
     plt = require_matplotlib()
     with plt.style.context(["default", _STYLE]):
@@ -71,16 +71,16 @@ def canvas(rows: int, columns: int, size: tuple[float, float], **options: Any) -
 def png(figure: Any) -> bytes:
     """Return the figure as a PNG file."""
     buffer = io.BytesIO()
-    # Without matplotlib's name and version: equal runs give equal files.
+    # Leave out matplotlib's name and version, so that equal runs give equal files.
     figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})
     return buffer.getvalue()
 
 
 def label(text: str) -> str:
-    """Return text that matplotlib draws as it stands: no mathematics, no missing glyphs, not too long."""
+    """Return text that matplotlib draws literally: no mathematics, no missing glyphs, not too long."""
     if len(text) > _LONGEST_LABEL:
         text = f"{text[: _LONGEST_LABEL // 2]}...{text[-_LONGEST_LABEL // 2 + 3 :]}"
-    # Every font that matplotlib brings along has the printable characters of Latin-1.
+    # Every font shipped with matplotlib has the printable characters of Latin-1.
     text = text.encode("latin-1", "replace").decode("latin-1")
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text.replace("$", r"\$")
@@ -92,7 +92,7 @@ def method_style(method: str) -> tuple[str, str]:
 
 
 def line_styles(methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Return how to draw groups of runs: colour and marker are the method's; its variants differ in line and fill."""
+    """Return plot styles for groups of runs: colour and marker show the method, line and fill its variant."""
     styles = []
     for place, method in enumerate(methods):
         colour, marker = method_style(method)
@@ -110,7 +110,7 @@ def shades(count: int) -> list[Any]:
 
 
 def cost_axis(axis: Any, values: Sequence[float]) -> None:
-    """Let the x axis count parameters or MACs (1.2 M), logarithmic where they span a factor of eight."""
+    """Format the x axis for parameters or MACs (1.2 M); logarithmic if they span more than a factor of eight."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
     if min(values) > 0 and max(values) > 8 * min(values):
@@ -130,11 +130,11 @@ def whole_numbers(axis: Any) -> None:
 
 
 def symlog_threshold(values: Sequence[float]) -> float | None:
-    """Return where a symmetric logarithmic scale should turn linear; None if a linear scale will do."""
+    """Return where a symmetric logarithmic scale should turn linear; None if a linear scale is enough."""
     sizes = sorted(abs(value) for value in values if value)
     if len(sizes) < 2 or sizes[-1] <= 30 * sizes[len(sizes) // 4]:
         return None
-    # Six decades are enough for the eye; what is below is as good as zero.
+    # Show at most six decades; smaller values are as good as zero.
     threshold = max(sizes[len(sizes) // 20], sizes[-1] * 1e-6)
     return float(10.0 ** math.floor(math.log10(threshold)))
 
@@ -163,8 +163,8 @@ def symlog(scaled: Any, threshold: float, ends: tuple[float, float]) -> None:
     last = math.floor(math.log10(max(abs(ends[0]), abs(ends[1]), threshold)))
     both = min(ends) < -threshold and max(ends) > threshold
     step = max(1, math.ceil((last - first + 1) / (3 if both else 6)))
-    # From the greatest downwards, so that the largest values have a tick near them.
-    # The one at the threshold would stand on the zero if there is another sign to show.
+    # From the largest power downwards, so that the largest values have a tick near them.
+    # With both signs on the axis, a tick at the threshold would overlap the one at zero.
     powers = [10.0**power for power in range(last, first - (last == first or not both), -step)]
     ticks = [0.0, *powers, *(-power for power in powers)]
     (scaled.axes.set_xscale if scaled.axis_name == "x" else scaled.axes.set_yscale)("symlog", linthresh=threshold)
@@ -173,7 +173,7 @@ def symlog(scaled: Any, threshold: float, ends: tuple[float, float]) -> None:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return the length in seconds and the name of the unit in which a time is easily read."""
+    """Return a readable unit for a time: its length in seconds and its name."""
     for length, name in ((3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * length:
             return length, name

@@ -1,4 +1,4 @@
-"""The figures of one run: what grew, what it cost, what the splits promised, and where the time went."""
+"""The figures of one run: size, widths, spectra, predicted and measured changes of the loss, time and training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from s3d_fast.growth.run_folder import read_spectra
 from s3d_fast.report import drawing, wording
 from s3d_fast.report.drawing import canvas, label, png
 
-# Greys for what any training costs, colours for what splitting adds.
+# Greys for the stages of any training, colours for the stages that splitting adds.
 STAGE_COLOURS = {
     "train": "#c8c8c8",
     "evaluate": "#8a8a8a",
@@ -32,9 +32,9 @@ class Figure:
     """A figure, or the reason why there is none.
 
     Attributes:
-        name: of its file, without the suffix.
-        title: of its section.
-        caption: one sentence that says what is seen; without an image, why.
+        name: the name of its file, without the suffix.
+        title: the title of its section.
+        caption: what the figure shows; without an image, why there is none.
         image: the PNG file.
     """
 
@@ -79,7 +79,7 @@ def costs_figure(run: Run) -> Figure:
 
 
 def widths_figure(run: Run) -> Figure:
-    """Draw the widths of all layers: bars for the first and the last phase, lines for those in between."""
+    """Draw the widths of all layers: bars for the first and the last phase, lines for the phases in between."""
     name, title = "widths", "Widths of the layers"
     units = list(dict.fromkeys(unit for phase in run.phases for unit in phase.widths))
     if not units:
@@ -94,7 +94,7 @@ def widths_figure(run: Run) -> Figure:
         else:
             axis.bar(places - 0.2, _widths(first, units), 0.38, color="#b5b5b5", label=f"phase {first.index} (first)")
             axis.bar(places + 0.2, _widths(last, units), 0.38, color=colour, label=f"phase {last.index} (last)")
-        # In a legend, lines would come before bars; phases should be in order.
+        # matplotlib's legends list lines before bars; this one lists phases in order.
         handles = axis.get_legend_handles_labels()[0]
         between = run.phases[1:-1]
         for phase, shade in zip(between, drawing.shades(len(between)), strict=True):
@@ -107,10 +107,10 @@ def widths_figure(run: Run) -> Figure:
             figure.legend(handles=handles, loc="outside upper left", ncols=6)
         image = png(figure)
     caption = (
-        f"Width of every layer in the first phase, in total {wording.whole(sum(first.widths.values()))}, and in the "
-        f"last, {wording.whole(sum(last.widths.values()))}; lines are the phases in between."
+        f"Width of every layer in the first phase ({wording.whole(sum(first.widths.values()))} in total) and in the "
+        f"last ({wording.whole(sum(last.widths.values()))} in total); lines are the phases in between."
         if first is not last
-        else f"Width of every layer in the only phase, in total {wording.whole(sum(first.widths.values()))}."
+        else f"Width of every layer in the only phase ({wording.whole(sum(first.widths.values()))} in total)."
     )
     return Figure(name, title, caption, image)
 
@@ -123,7 +123,7 @@ def spectra_figure(run: Run) -> Figure:
         try:
             spectra = read_spectra(run.folder, phase.index)
         except FileNotFoundError as error:
-            # Methods that do not look at eigenvalues have none to miss.
+            # Methods that do not compute eigenvalues write no such file.
             problems += [str(error)] if "solve" in phase.seconds else []
             continue
         except (OSError, ValueError) as error:
@@ -156,8 +156,8 @@ def spectra_figure(run: Run) -> Figure:
         figure.legend(handles, names, loc="outside upper right", ncols=2)
         image = png(figure)
     caption = (
-        "Smallest and largest eigenvalue of every filter's splitting matrix, by layer: thin lines from the least to "
-        "the greatest, thick lines between the quartiles, a point at the median."
+        "Smallest and largest eigenvalue of every filter's splitting matrix, by layer. Thin lines span minimum to "
+        "maximum, thick lines join the quartiles, and the marker is the median."
     )
     if dropped:
         caption += f" {wording.plural(dropped, 'value')} that are not finite are left out."
@@ -167,7 +167,7 @@ def spectra_figure(run: Run) -> Figure:
 
 
 def promises_figure(run: Run) -> Figure:
-    """Draw the change of the loss that every split brought against the change it promised."""
+    """Draw the measured change of the loss against the predicted one, for every split."""
     points = promised_and_measured(run.phases)
     if not points:
         why = "no split has both a predicted and a measured change of the loss."
@@ -182,7 +182,7 @@ def promised_and_measured(phases: Sequence[Phase]) -> list[tuple[int, float, flo
 
 
 def draw_promises(name: str, groups: Mapping[str, tuple[str, list[tuple[int, float, float]]]]) -> Figure:
-    """Draw measured against predicted changes of the loss, of one or several groups of runs with their methods."""
+    """Draw measured against predicted changes of the loss, for one or several groups of runs with their methods."""
     values = [value for _, points in groups.values() for _, *pair in points for value in pair]
     with canvas(1, 1, (5.4, 5.0)) as (figure, axes):
         axis = axes[0, 0]
@@ -200,15 +200,15 @@ def draw_promises(name: str, groups: Mapping[str, tuple[str, list[tuple[int, flo
     ratios = [second / first for _, points in groups.values() for _, first, second in points if first]
     middle = f"; the median of measured / predicted is {np.median(ratios):.2f}" if ratios else ""
     caption = (
-        "Change of the loss on the batches for splitting by every split"
-        f"{' (the number is the phase)' if len(groups) == 1 else ''}: on the diagonal, a split brings what its "
-        f"eigenvalues promise{middle}."
+        "Change of the loss by every split"
+        f"{' (the number is the phase)' if len(groups) == 1 else ''}, on the batches used for splitting. On the "
+        f"diagonal the measured change equals the predicted one{middle}."
     )
     return Figure(name, "Predicted and measured change of the loss", caption, image)
 
 
 def times_figure(run: Run) -> Figure:
-    """Draw the seconds of every stage of every phase, and those of splitting once more on their own."""
+    """Draw the time of every stage by phase, and once more for the splitting stages alone."""
     name, title = "times", "Time"
     phases = [phase for phase in run.phases if sum(phase.seconds.values()) > 0]
     if not phases:
@@ -220,7 +220,7 @@ def times_figure(run: Run) -> Figure:
     eigen = [stage for stage in stages if stage in EIGEN_STAGES]
     with canvas(1, 2 if eigen else 1, (9 if eigen else 6, 3.9)) as (figure, axes):
         tops = _stacked_seconds(axes[0, 0], phases, stages)
-        axes[0, 0].set_title("all stages; above: share of splitting" if eigen else "all stages")
+        axes[0, 0].set_title("all stages (above the bars: share of splitting)" if eigen else "all stages")
         if eigen:
             split = [phase for phase in phases if share_of_eigen_stages([phase]) > 0]
             for phase, top in zip(phases, tops, strict=True):

@@ -1,4 +1,4 @@
-"""Reports as one HTML file that needs nothing else: tables, and figures inside the page."""
+"""Reports as self-contained HTML pages, with tables and embedded figures."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ summary { font-weight: 600; margin: .6rem 0; cursor: pointer; }
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write report.html, and its figures as figures/*.png, into the folder of a run; return the path of the page.
+    """Write report.html and figures/*.png into the folder of a run; return the path of the page.
 
-    Everything is drawn before anything is written, and every file appears whole or not at all.
+    Everything is drawn before anything is written, and every file is written whole or not at all.
 
     Raises:
         FileNotFoundError, ValueError: as `read_run`.
@@ -49,7 +49,7 @@ def write_report(folder: str | Path) -> Path:
     require_matplotlib()
     run = read_run(folder)
     if not run.phases:
-        raise ValueError(f"{run.folder / 'history.jsonl'} must hold at least one phase, and is empty")
+        raise ValueError(f"{run.folder / 'history.jsonl'} must hold at least one phase, but is empty")
     figures = run_figures(run)
     command = " ".join(map(str, run.about["command"]))
     body = [
@@ -59,21 +59,21 @@ def write_report(folder: str | Path) -> Path:
         _pairs("Environment", {**run.about["environment"], "command": command}, shown=False),
         "<h2>Phases</h2>",
         _table(_phase_rows(run)),
-        '<p class="note">Changes are those of the loss on the batches for splitting; unconverged are filters whose '
-        "eigenvalues did not reach the tolerance; negative are splits with a copy of negative weight; the eigen share "
-        "is the part of the time that capture, solve, select, split and measuring the loss after it took.</p>",
+        '<p class="note">Predicted and measured change: of the loss, on the batches used for splitting. Negative: '
+        "splits with a copy of negative weight. Unconverged: filters whose eigenvalues did not reach the tolerance. "
+        "Eigen share: the part of the time spent on capture, solve, select, split and measuring the loss after it.</p>",
         *(_section(figure) for figure in figures),
     ]
     return _publish(run.folder, "report.html", f"{run.recipe}: {run.label}", body, figures)
 
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Write compare.html, and its figures as figures/compare-*.png, into the folder `out`; return the page's path.
+    """Write compare.html and figures/compare-*.png into the folder `out`; return the path of the page.
 
-    Runs that differ only in their seed are one group, shown by its median and its range.
+    Runs that differ only in their seed form a group, shown by its median and range.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_run`; no folder, or two runs that differ in nothing.
+        FileNotFoundError, ValueError: as `read_run`; or no folder is given, or two runs do not differ at all.
         RuntimeError: matplotlib is not installed.
     """
     require_matplotlib()
@@ -85,16 +85,14 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
     title = f"{', '.join(recipes)}: {wording.plural(len(runs), 'run')}"
     notes = [f"{run.label}: {note}" for run in runs for note in _state(run) if note != _ENDED]
     if len(recipes) > 1:
-        notes.insert(
-            0, "The runs are of different recipes or presets: their numbers are not for one and the same task."
-        )
+        notes.insert(0, "The runs are of different recipes or presets: their numbers are not for the same task.")
     body = [
         f"<h1>{escape(title)}</h1>",
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
         *(_section(figure) for figure in figures),
         "<h2>Phases</h2>",
         _table(comparison_table(runs)),
-        '<p class="note">Median [least, greatest] over the seeds whose run has got so far.</p>',
+        '<p class="note">Median [minimum, maximum] over the seeds whose run finished training the phase.</p>',
         "<h2>Runs</h2>",
         _table(_run_rows(runs)),
     ]
@@ -105,7 +103,7 @@ _ENDED = "The run ended with its last phase."
 
 
 def _state(run: Run) -> list[str]:
-    """Return sentences about how the run ended, and about what was amiss with its files."""
+    """Return sentences about how the run ended and about problems with its files."""
     if not run.phases:
         return [*run.notes, "No phase is recorded."]
     last = run.phases[-1]
@@ -169,7 +167,7 @@ def _time(phases: Sequence[Phase]) -> str:
 
 
 def _pairs(title: str, mapping: Mapping[str, Any], shown: bool) -> str:
-    """Return a table of names and values, which the reader can fold."""
+    """Return a table of names and values that the reader can fold."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in mapping.items()}
     rows = "".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in texts.items())
     table = f'<div class="wide"><table class="pairs">{rows}</table></div>' if rows else "<p>None recorded.</p>"
@@ -194,7 +192,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _publish(folder: Path, name: str, title: str, body: Sequence[str], figures: Sequence[Figure]) -> Path:
-    """Write the figures and then the page that shows them; remove figures of an earlier report that are no more."""
+    """Write the figures, then the page; remove the figures of an earlier report that this one leaves out."""
     page = "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -211,6 +209,6 @@ def _publish(folder: Path, name: str, title: str, body: Sequence[str], figures: 
             path.unlink(missing_ok=True)
         else:
             write_whole(path, figure.image)
-    # A lone surrogate, which JSON can hold, has no encoding.
+    # JSON can hold lone surrogates, which UTF-8 cannot encode.
     write_whole(folder / name, page.encode(errors="replace"))
     return folder / name

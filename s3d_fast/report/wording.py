@@ -17,21 +17,21 @@ def whole(value: float | None) -> str:
 def compact(value: float) -> str:
     """Return 2633270 as "2.633M"; below ten thousand, the number itself."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # Four digits of 999,960 would be 1000k.
+        # With four digits, 999,960 would become 1000k.
         if value >= max(0.99995 * size, 9999.5):
             return f"{value / size:#.4g}".rstrip(".") + letter
     return whole(value)
 
 
 def decimal(value: float | None) -> str:
-    """Return 0.31 as "0.3100", and what is very large or small with four digits, such as "3.142e-05"."""
+    """Return 0.31 as "0.3100", and very large or small numbers with four digits, such as "3.142e-05"."""
     if value is None or math.isnan(value):
         return NOTHING
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 100 else f"{value:.4g}"
 
 
 def change(value: float | None) -> str:
-    """Return a change, which always has a sign, with three digits."""
+    """Return a change with its sign and three digits."""
     return NOTHING if value is None else f"{value:+.3g}".replace("-", "−")
 
 
@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
 
 
 def spread(values: Sequence[float], word: Callable[[float], str] = decimal) -> str:
-    """Return "median [min, max]", or the one value that all are equal to."""
+    """Return "median [min, max]", or the value itself if all are equal."""
     if not values:
         return NOTHING
     middle = word(statistics.median(values))
@@ -63,5 +63,5 @@ def plural(count: int, noun: str) -> str:
 
 
 def title(name: str) -> str:
-    """Return a name as a sentence begins: "Accuracy"; one with capitals of its own, such as "mIoU", as it is."""
+    """Return a name capitalised, such as "Accuracy"; a name that has capitals, such as "mIoU", is not changed."""
     return name.capitalize() if name.islower() else name

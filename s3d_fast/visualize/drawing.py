@@ -1,4 +1,4 @@
-"""The figure of the paper's appendix: an image, and its filters before and after a split."""
+"""The figure of the paper's appendix: an image, and filters before and after a split."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def draw(
 ) -> None:
     """Draw the paper's figure: (a) the image, then a panel for every filter.
 
-    In a panel the filter before the split is in the centre, theta -+ eps v_min on the left and theta -+ eps v_max on
-    the right, minus above and plus below, with the eigenvalues between them. All five share one scale of grey. A dashed
-    box marks a picture with |after - before| > 0.15 |before|.
+    A panel shows the filter before the split in the centre, theta -+ eps v_min on the left and theta -+ eps v_max on
+    the right. Minus is above, plus is below, and the eigenvalues are between them. All five pictures share one grey
+    scale. A dashed box marks a picture with |after - before| > 0.15 |before|.
 
     Args:
         image: (1, channels, H, W).
         pictures: from `filter_pictures`.
-        path: of the file; its ending says which format.
-        normalise: what the image went through; it is shown in the colours that it had before.
+        path: the file to write; its suffix gives the format.
+        normalise: the normalisation of the image, which the figure undoes.
 
     Raises:
-        ValueError: no pictures, or a bad image or ending.
+        ValueError: no pictures, a bad image, or a bad suffix.
         RuntimeError: matplotlib is not installed.
         OSError: the file cannot be written.
     """

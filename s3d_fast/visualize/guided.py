@@ -1,4 +1,4 @@
-"""Guided backpropagation (Springenberg et al., 2015): what in an image a filter responds to."""
+"""Guided backpropagation (Springenberg et al., 2015) shows what a filter responds to in an image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from s3d_fast.network import fx_calls, layers
 from s3d_fast.network.graph import Graph, Unit
 from s3d_fast.network.undisturbed import undisturbed
 
-# Activations that let positive inputs through and stop negative ones, all of them or nearly so.
+# Activations that pass positive inputs and stop negative ones, entirely or nearly.
 RECTIFIERS = frozenset({"relu", "relu6", "leaky_relu", "elu", "hardswish", "silu", "gelu", "softplus"})
 
 
@@ -21,15 +21,15 @@ def guided_backpropagation(
 ) -> Tensor:
     """Return a grey picture, (H, W), of what a filter responds to in an image (Springenberg et al., 2015).
 
-    It is the sum over colours of |dA/d image|, where A is the sum of the filter's activation over all places, and every
-    rectifier h = act(z) on the way, the filter's own among them, passes back
+    The picture is the sum over colours of |dA/d image|, where A is the sum of the filter's activation over all
+    positions. Every rectifier h = act(z) on the way, including the filter's own, passes back
 
         dA/dz = act'(z) max(dA/dh, 0)  where z > 0,  0 elsewhere.
 
     Rectifiers are ReLU, ReLU6, LeakyReLU, ELU, SiLU, GELU, softplus and Hardswish; everything else passes its ordinary
-    gradient. All places, not the strongest one alone, so that a small change of the filter cannot move the picture
-    from one place to another. A filter that is nowhere active has a black picture. The model is evaluated in eval mode
-    and left as it was, also after an error.
+    gradient. A sums over all positions, not only the strongest, so that a small change of the filter cannot move the
+    picture to another position. An inactive filter gives a black picture. The model is evaluated in eval mode and left
+    as it was, even after an error.
 
     Args:
         model: the model that was traced.
@@ -37,7 +37,7 @@ def guided_backpropagation(
         graph: from `trace`, of the model as it is now.
         unit: the name of the filter's layer; a convolution or a linear layer.
         filter: its index.
-        row: (D,), stands in for the filter's parameters; the bias comes last where there is one.
+        row: (D,), parameters to use instead of the filter's own; the bias, if there is one, comes last.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -67,13 +67,13 @@ class _Guided(fx.Interpreter):
         super().__init__(module)
         self.unit, self.filter, self.row = unit, filter, row
         self.activation: Tensor | None = None
-        # What is raised is raised again, with a message of our own.
+        # Errors are raised again with our own message.
         self.extra_traceback = False
 
     def response(self, pixels: Tensor) -> Tensor:
-        """Return the sum of the filter's activation over all places."""
+        """Return the sum of the filter's activation over all positions."""
         try:
-            # A copy: the model may begin with an operation in place.
+            # Copy: the model may begin with an in-place operation.
             self.run(pixels.clone())
         except (RuntimeError, IndexError, TypeError) as error:
             raise ValueError(f"image cannot be evaluated by the model: {error}") from error
@@ -85,7 +85,7 @@ class _Guided(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if self.activation is not None:
-            # Nothing behind the unit is of interest.
+            # Nothing after the unit is needed.
             return None
         if n.name == self.unit.producer_node and self.row is not None:
             return self._produce(n, self.row)
@@ -95,7 +95,7 @@ class _Guided(fx.Interpreter):
         return result
 
     def _produce(self, n: fx.Node, row: Tensor) -> Tensor:
-        """Return the layer's output with another filter in the place of one of its own."""
+        """Return the layer's output with `row` in place of the chosen filter."""
         module = self.submodules[str(n.target)]
         tensors = {name: value.detach().clone() for name, value in module.named_parameters(recurse=False)}
         weight, row = tensors["weight"], row.to(tensors["weight"])
@@ -116,7 +116,7 @@ class _Guided(fx.Interpreter):
         source = n.all_input_nodes[0]
         open_at = self.env[source] > 0
         h = super().run_node(n)
-        # The values are those of h; a gradient gets through only where the input was positive, and is positive itself.
+        # The values are h. A gradient passes only where the input was positive, and only if it is positive itself.
         guided = torch.where(open_at, h, h.detach())
         if guided.requires_grad:
             guided.register_hook(lambda g: g.clamp(min=0))
@@ -126,7 +126,7 @@ class _Guided(fx.Interpreter):
 
 
 def check_image(image: Tensor) -> None:
-    """Raise unless this is one finite image, (1, channels, H, W)."""
+    """Raise unless `image` is one finite image, (1, channels, H, W)."""
     require.tensor("image", image)
     require.shape("image", image, (1, "channels", "H", "W"))
     require.not_empty("image", image)
@@ -134,7 +134,7 @@ def check_image(image: Tensor) -> None:
 
 
 def check_unit(model: nn.Module, graph: Graph, unit: str) -> Unit:
-    """Return the unit of that name, of a graph that is the model's."""
+    """Return the unit of this name; raise unless it is a convolution or linear and the graph is the model's."""
     chosen = graph.units.get(unit)
     if chosen is None:
         raise ValueError(f"unit must be one of {', '.join(graph.units) or 'none'}; got {unit!r}")

@@ -17,16 +17,16 @@ from s3d_fast.models.vgg import vgg19_of
 def load_image(path: str | os.PathLike[str], size: int = 224, normalise: Normalise = IMAGENET_NORMALISE) -> Tensor:
     """Return an image as networks read it, (1, 3, size, size).
 
-    Its shorter side is scaled to `size`, the middle of the longer one is kept, and colours are normalised.
+    The shorter side is scaled to `size`, the middle of the longer side is kept, and the colours are normalised.
 
     Args:
-        path: of any image that Pillow reads.
-        size: in pixels.
-        normalise: as in the training of the network; by default as ImageNet's are.
+        path: any image file that Pillow reads.
+        size: height and width in pixels.
+        normalise: the normalisation that the network was trained with; ImageNet's by default.
 
     Raises:
         ValueError: the file is not an image, or size < 1.
-        RuntimeError: Pillow is not installed; says how to get it.
+        RuntimeError: Pillow is not installed; the message says how to install it.
         OSError: the file cannot be read.
     """
     require.count("size", size)
@@ -34,7 +34,7 @@ def load_image(path: str | os.PathLike[str], size: int = 224, normalise: Normali
     image_ops = require.library("PIL.ImageOps", "images need Pillow", "'s3d_fast[images]'")
     with open(path, "rb") as file:
         try:
-            # A camera held upright notes that in the file, and does not turn the pixels.
+            # Cameras record their orientation in the file instead of rotating the pixels.
             upright = image_ops.exif_transpose(pillow.open(file)).convert("RGB")
         except Exception as error:
             raise ValueError(f"path: {os.fspath(path)} cannot be read as an image: {error}") from error
@@ -44,14 +44,14 @@ def load_image(path: str | os.PathLike[str], size: int = 224, normalise: Normali
 
 
 def load_vgg19(path: str | os.PathLike[str]) -> nn.Module:
-    """Return, in eval mode and float32, the VGG19 whose weights a file holds.
+    """Return the VGG19 whose weights a file holds, in eval mode and float32.
 
-    The names must be those of torchvision's vgg19 or vgg19_bn, which are also those of `models.VGG19`: from
-    features.0.weight to classifier.6.bias. Widths, classes and whether there are BatchNorms are read off the tensors,
-    so that a grown network will do; the activation is taken to be ReLU.
+    The tensors must have the names of torchvision's vgg19 or vgg19_bn, from features.0.weight to classifier.6.bias;
+    `models.VGG19` uses the same names. Widths, classes and BatchNorms are read off the tensors, so grown networks load
+    too. The activation is assumed to be ReLU.
 
     Args:
-        path: of a safetensors file, or of one that torch.save made of a state dict. No code in it is ever run.
+        path: a safetensors file, or a state dict saved by torch.save. No code in it is ever run.
 
     Raises:
         ValueError: the file is neither, or holds another network.
@@ -65,9 +65,9 @@ def load_vgg19(path: str | os.PathLike[str]) -> nn.Module:
 
 
 def _read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, or of one that torch.save made of a dict of tensors."""
+    """Return the tensors of a safetensors file, or of a dict of tensors saved by torch.save."""
     with open(path, "rb") as file:
-        # The header of a safetensors file is JSON, behind eight bytes with its length.
+        # A safetensors file begins with eight bytes for the length of its header, which is JSON.
         is_safetensors = file.read(9)[8:] == b"{"
     try:
         if is_safetensors:

@@ -1,4 +1,4 @@
-"""Which filters of a layer are worth looking at, and their pictures before and after a split."""
+"""The filters of a layer with extreme eigenvalues, and their pictures before and after a split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from s3d_fast.visualize.guided import check_image, check_unit, guided_backpropag
 
 @dataclass(frozen=True)
 class FilterPicture:
-    """A filter before a split and after it moved along each of its extreme eigenvectors: a panel of the figure."""
+    """A panel of the figure: a filter before a split, and after moving along each of its extreme eigenvectors."""
 
     title: str  # why this filter was chosen, such as "largest lambda_max"
     unit: str
@@ -37,7 +37,7 @@ class FilterPicture:
     plus_min: Tensor  # (H, W), of theta + eps v_min
     minus_max: Tensor  # (H, W), of theta - eps v_max
     plus_max: Tensor  # (H, W), of theta + eps v_max
-    converged: bool = True  # whether the eigenpairs are as exact as was asked for
+    converged: bool = True  # whether the eigenpairs reached the tolerance
 
     def changes(self) -> dict[str, float]:
         """Return |after - before| / |before| of the four pictures by name; infinite where only `before` is black."""
@@ -50,13 +50,13 @@ class FilterPicture:
 
 
 def interesting_filters(spectrum: Spectrum, c: float = 1.3) -> dict[str, int]:
-    """Return which filter has the largest and the smallest eigenvalues, gain G_4 and radius rho.
+    """Return the filters with the largest and the smallest eigenvalues, gain G_4 and radius rho, by name.
 
     The first four are the paper's: "largest lambda_max", "smallest lambda_min", "smallest G_4", "smallest rho". The
-    opposite ends follow in the same order. Of filters that are equal, the first is taken.
+    opposite ends follow in the same order. Among equal filters the first is taken.
 
     Args:
-        spectrum: of one layer.
+        spectrum: the spectrum of one layer.
         c: the bound on the sum of absolute weights, for G_4.
 
     Raises:
@@ -91,10 +91,10 @@ def filter_pictures(
     solver: str | None = None,
     all_extremes: bool = False,
 ) -> list[FilterPicture]:
-    """Return pictures of the filters of a layer whose splitting matrices, on one image, are the most remarkable.
+    """Return pictures of the filters of a layer whose splitting matrices, on one image, are extreme.
 
-    Each is shown before and after theta moves to theta +- eps v_min and theta +- eps v_max. The model is left as it
-    was, also after an error. Every picture costs a forward and a backward pass; there are five per filter.
+    Each filter is shown before and after theta moves to theta +- eps v_min and theta +- eps v_max. The model is left as
+    it was, even after an error. Every picture costs a forward and a backward pass; there are five per filter.
 
     Args:
         model: any model that `trace` understands.
@@ -104,8 +104,8 @@ def filter_pictures(
         loss_fn: as for `capture`.
         eps: the size of the step along a unit eigenvector.
         c: the bound on the sum of absolute weights, for G_4.
-        solver: of `extremal_eigenpairs`; Lanczos by default.
-        all_extremes: all eight filters of `interesting_filters`, not only the paper's four.
+        solver: as for `extremal_eigenpairs`; Lanczos by default.
+        all_extremes: draw all eight filters of `interesting_filters`, not only the paper's four.
 
     Raises:
         ValueError, TypeError: a bad argument, a model that cannot be traced, or one without such a layer.
@@ -123,7 +123,7 @@ def filter_pictures(
     try:
         operator = capture(model, loss_fn, [(image, wanted)], graph, units=[name])[name]
     except (IndexError, RuntimeError) as error:
-        raise ValueError(f"target does not go with the model's output and loss_fn: {error}") from error
+        raise ValueError(f"target does not fit the model's output and loss_fn: {error}") from error
     spectrum = extremal_eigenpairs(operator, "lanczos" if solver is None else solver)
 
     extremes = list(interesting_filters(spectrum, c).items())
@@ -168,7 +168,7 @@ def _as_target(target: Tensor | int, image: Tensor) -> Tensor:
 
 
 def _parameters(module: nn.Module, filter: int) -> Tensor:
-    """Return theta, (D,), of a filter: its weights, and its bias where there is one."""
+    """Return the parameters theta, (D,), of a filter: its weights, then its bias if there is one."""
     stored = dict(module.named_parameters(recurse=False))
     parts = [stored[name].detach()[filter].flatten() for name in ("weight", "bias") if name in stored]
     return torch.cat(parts)
