@@ -11,7 +11,7 @@ from s3d_fast.commands import compare, grow, inspect, rbf, recipes, visualize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 2 for bad input."""
+    """Run the command line and return the exit code, which is 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="s3d-fast", description="Grow neural networks by signed splitting steepest descent."
     )

@@ -14,8 +14,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "compare",
         help="overlay runs in one report",
-        description="Print a table of runs, those that differ in the seed only taken together, and draw them over "
-        "one another.",
+        description="Print a table of runs and overlay them in one report. Runs that differ only in the seed are "
+        "grouped.",
     )
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
     command.add_argument("--out", type=Path, default=Path("runs/compare"), help="default: %(default)s")
@@ -23,7 +23,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print and draw."""
+    """Print the table and write the report."""
     report.require_matplotlib()
     folders = list(dict.fromkeys(folder.resolve() for folder in options.runs))
     print(text_table(report.comparison_table([report.read_run(folder) for folder in folders])))

@@ -1,4 +1,4 @@
-"""The data of a recipe, as the command line gets at it."""
+"""Command line options for the data of a recipe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from s3d_fast.recipes import Recipe
 def add_data_options(command: argparse.ArgumentParser) -> None:
     """Add --data and --workers."""
     command.add_argument("--data", type=Path, metavar="PATH", help="folder or file of the data; not for digits")
-    command.add_argument("--workers", type=int, help="processes that decode JPEGs; up to eight by default")
+    command.add_argument("--workers", type=int, help="processes that decode JPEGs; at most 8 by default")
 
 
 def load_dataset(recipe: Recipe, options: argparse.Namespace) -> Dataset:
     """Return the data of a recipe.
 
     Raises:
-        ValueError: there is no path, or the path does not hold what it should.
+        FileNotFoundError, ValueError: --data or --workers does not fit the recipe, or the data cannot be read.
     """
     if options.workers is not None and recipe.dataset != "imagenet":
-        raise ValueError(f"--workers decode JPEGs, which {recipe.dataset} has none of")
+        raise ValueError(f"--workers decode JPEGs, which {recipe.dataset} does not have")
     if recipe.dataset == "digits":
         if options.data is not None:
             raise ValueError("--data: the digits come with scikit-learn and need no path")

@@ -19,8 +19,8 @@ from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.growth.record import Phase
 from s3d_fast.recipes.running import METHODS, Job, run
 
-LIKE = "uniform: match the parameters of this run's phases; by default it has as many filters as growth would give"
-# A report is written while a run is under way, but not more often than this.
+LIKE = "uniform: match the number of parameters of this run in every phase; by default the filters that growth gives"
+# While a run is under way, its report is written at most this often.
 REPORT_SECONDS = 60.0
 
 
@@ -40,9 +40,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--preset", choices=recipes.PRESETS, default="paper", help="the paper's numbers, or numbers for two CPU cores"
     )
     command.add_argument("--out", type=Path, help="folder of the run; default: runs/RECIPE-METHOD-SEED")
-    command.add_argument("--resume", action="store_true", help="go on with the run in the folder, if there is one")
+    command.add_argument("--resume", action="store_true", help="resume the run in the folder, if there is one")
     command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    command.add_argument("--start", type=Path, metavar="FILE", help="a saved network, instead of training the seed")
+    command.add_argument("--start", type=Path, metavar="FILE", help="start from a saved network; do not train the seed")
     command.add_argument(
         "--like",
         type=Path,
@@ -53,7 +53,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--scratch",
         choices=("total", "phase"),
         default="total",
-        help="uniform: train for the epochs that a grown network has had by then, or for those of one phase",
+        help="uniform: train for all epochs that a grown network has had by then (total), or for one phase's epochs",
     )
     command.add_argument("--device", default="auto", help="default: a GPU if there is one")
     command.add_argument(
@@ -64,14 +64,14 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--tensorboard", action="store_true", help="write TensorBoard events too")
     command.add_argument("--no-report", action="store_true", help="do not draw report.html")
     command.add_argument("--quiet", action="store_true", help="no progress bars")
-    settings = command.add_argument_group("settings of the recipe, in place of the preset's")
+    settings = command.add_argument_group("settings of the recipe, instead of the preset's")
     for name, (kind, help) in recipes.Recipe.settings().items():
         settings.add_argument(f"--{name.replace('_', '-')}", type=_parser(kind), help=help, metavar=_metavar(kind))
     command.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Before the work, not after it: a missing library should not cost a run.
+    # Check before the run, so that a missing library cannot spoil its end.
     if not options.no_report:
         report.require_matplotlib()
     recipe = _recipe(options)
@@ -137,7 +137,7 @@ def _recipe(options: argparse.Namespace) -> recipes.Recipe:
     ):
         if name in given and not matters:
             raise ValueError(f"--{name.replace('_', '-')} has no effect without {where}")
-    # What is written down is what is done.
+    # Record the values that these methods use.
     return recipe.with_settings({"m": 2, "c": 1.0}) if options.method in ("s2d", "net2net") else recipe
 
 
@@ -174,7 +174,7 @@ class _Reporter:
             self.last = time.monotonic()
             try:
                 report.write_report(self.out)
-            # A picture is not worth a run.
+            # A failed report must not end the run.
             except Exception as error:
                 print(f"s3d-fast: the report could not be drawn: {error}", file=sys.stderr)
 
@@ -194,7 +194,7 @@ class _TensorBoard:
         self.writer: Any = None
 
     def __call__(self, phase: Phase) -> None:
-        # Made late, when the folder is known to be this run's.
+        # Opened late, when the folder is known to belong to this run.
         if self.writer is None:
             self.writer = self.open(str(self.out / "tensorboard"))
         for epoch in phase.epochs:
@@ -209,7 +209,7 @@ class _TensorBoard:
 
 
 def _parser(kind: str) -> Callable[[str], Any]:
-    """Return what turns the text of an option into a value of a setting's type."""
+    """Return a function that parses the text of an option into a value of a setting's type."""
     element: Callable[[str], Any] = float if "float" in kind else int if "int" in kind else str
     if kind.startswith("tuple"):
 

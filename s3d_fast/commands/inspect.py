@@ -1,4 +1,4 @@
-"""s3d-fast inspect: what can be split in a saved network, and its spectra."""
+"""s3d-fast inspect: which layers of a saved network can be split, and their spectra."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ def add(commands: argparse._SubParsersAction) -> None:
     """Add the command."""
     command = commands.add_parser(
         "inspect",
-        help="show what can be split in a network of a run, and its spectra",
-        description="Print which layers can be split and why not, and the extreme eigenvalues of every layer.",
+        help="show which layers of a saved network can be split, and their spectra",
+        description="Print which layers can be split, why others cannot, and the extreme eigenvalues of every layer.",
     )
     command.add_argument("folder", type=Path, metavar="RUN", help="folder of a run; or a recipe, with --dry-run")
-    command.add_argument("--phase", type=int, help="whose network; the last by default")
+    command.add_argument("--phase", type=int, help="phase of the network; the last by default")
     add_data_options(command)
     dry = command.add_argument_group("before a run starts")
     dry.add_argument(
-        "--dry-run", action="store_true", help="say what a capture will keep, where, and how long it will take"
+        "--dry-run", action="store_true", help="print what a capture will keep, where, and how long it will take"
     )
-    dry.add_argument("--preset", choices=recipes.PRESETS, default="paper", help="of the recipe; default: %(default)s")
-    dry.add_argument("--memory-budget", metavar="BYTES", help="such as 4GiB; by default the recipe's")
-    dry.add_argument("--processes", type=int, default=1, help="that will run it together; default: %(default)s")
+    dry.add_argument(
+        "--preset", choices=recipes.PRESETS, default="paper", help="preset of the recipe; default: %(default)s"
+    )
+    dry.add_argument("--memory-budget", metavar="BYTES", help="such as 4GiB; the recipe's by default")
+    dry.add_argument("--processes", type=int, default=1, help="processes that will share the run; default: %(default)s")
     dry.add_argument("--device", default="auto", help="default: a GPU if there is one")
     command.set_defaults(run=_run)
 
@@ -58,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
     recipe = recipe_of(about)
     solved = sorted(path.parent.glob("spectra-*.safetensors"))
     if options.phase is None and options.data is None and recipe.dataset != "digits" and solved:
-        # The last phase of a run does not split: without data, the one before it is the last that has spectra.
+        # The last phase does not split, so without data the phase before it is the last one with spectra.
         path = solved[-1].with_name(solved[-1].name.replace("spectra", "network"))
     model = make_network(recipe, about["classes"])
     load_grown(model, path)
@@ -71,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     elif RunFolder(path.parent).file("spectra", phase).exists():
         ends, where = read_spectra(path.parent, phase), "the run"
     else:
-        print("\nThe run has not computed the spectra of this network; give --data to do so.")
+        print("\nThe run has not computed the spectra of this network; give --data to compute them.")
         return 0
     print(f"\nExtreme eigenvalues of the filters, from {where}; G: the gains for m = {recipe.m}, c = {recipe.c}:")
     print(text_table(_table(ends, recipe)))
@@ -79,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    """Print the plan of the capture of a recipe's seed network, or of a run's last network."""
+    """Print the capture plan for a recipe's seed network, or for a network of a run."""
     require.count("processes", options.processes)
     name = str(options.folder)
     if name in recipes.RECIPES:

@@ -30,17 +30,17 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--neurons", type=int, help="the size to grow to, at least 5")
     command.add_argument("--steps", type=int, help="gradient steps per neuron")
     command.add_argument("--eps", type=float, help="size of a split")
-    command.add_argument("--first-seed", type=int, help="the first of the seeds")
+    command.add_argument("--first-seed", type=int, help="the first seed")
     command.add_argument("--out", type=Path, default=Path("runs/rbf"), help="folder for results; default: %(default)s")
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Grow, print, draw."""
+    """Grow the networks, print the table and draw the figure."""
     names = ("seeds", "neurons", "steps", "eps", "first_seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     settings = replace(rbf.PRESETS[options.preset], **given)
-    # Before the work, not after it: a missing library or folder should not cost a run.
+    # Check before the run, so that a missing library or folder cannot spoil its end.
     report.require_matplotlib()
     options.out.mkdir(parents=True, exist_ok=True)
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         [
             f"Loss over {settings.seeds} seeds, {settings.steps} steps per neuron: median [quartiles].",
             *(text_table(rbf.loss_table(runs, group, settings.neurons)) for group in (rbf.BY_COPIES, rbf.BY_BOUND)),
-            "stuck: networks that had no split left to gain from before they reached the last size.",
+            "stuck: networks that ran out of useful splits before they reached the last size.",
             rbf.verdict(runs),
         ]
     )
@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
 def _small_tensors() -> Iterator[None]:
     """Compute with one thread and without denormal numbers.
 
-    Tensors this small do not gain from a second thread; and exp(-z^2 / 2) far from a centre is a denormal number, which
-    is slow to compute with and contributes nothing.
+    Tensors this small do not gain from a second thread. Far from a centre exp(-z^2 / 2) is a denormal number, which is
+    slow to compute with and contributes nothing.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""s3d-fast recipes: list them."""
+"""s3d-fast recipes: list the recipes."""
 
 from __future__ import annotations
 

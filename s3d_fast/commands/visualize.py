@@ -26,19 +26,19 @@ def add(commands: argparse._SubParsersAction) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="RUN", dest="folder", help="folder of a run, for its network")
     source.add_argument("--vgg19", type=Path, metavar="FILE", help="weights of VGG-19, with BatchNorm or without")
-    command.add_argument("--phase", type=int, help="of the run; the last by default")
+    command.add_argument("--phase", type=int, help="phase of the run; the last by default")
     command.add_argument("--image", type=Path, required=True, metavar="FILE", help="any picture")
-    command.add_argument("--label", type=int, help="class of the image; by default what the network says it is")
+    command.add_argument("--label", type=int, help="class of the image; the network's answer by default")
     command.add_argument("--layer", help="name of the layer; the last convolution by default")
     command.add_argument("--eps", type=float, default=0.01, help="size of a split; default: %(default)s")
-    command.add_argument("--c", type=float, default=1.3, help="bound on weights, for G_4; default: %(default)s")
-    command.add_argument("--all", action="store_true", help="the opposite extremes too")
+    command.add_argument("--c", type=float, default=1.3, help="bound c of the gain G_4; default: %(default)s")
+    command.add_argument("--all", action="store_true", help="draw the opposite extremes too")
     command.add_argument("--out", type=Path, default=Path("runs/filters.png"), help="default: %(default)s")
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the filters and draw them."""
+    """Print the table of filters and draw the figure."""
     if options.vgg19 is not None:
         model, size, normalise = visualize.load_vgg19(options.vgg19), 224, IMAGENET_NORMALISE
     else:
