@@ -1,4 +1,4 @@
-"""Grow an MLP on scikit-learn's digits by S3D: from four hidden neurons a layer, a third of them split per phase."""
+"""Grow an MLP on scikit-learn's digits by S3D, from four neurons per hidden layer; each phase splits a third."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Split a network of your own, step by step: concatenation, a depthwise layer, and one that s3d_fast does not know."""
+"""Split your own network, step by step: concatenation, a depthwise layer, and a layer that s3d_fast does not know."""
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class TwoBranches(nn.Module):
         return self.head(x.flatten(1))
 
 
-# A layer that treats every channel alone, with one parameter per channel, and adds no curvature.
+# Scale treats every channel separately, has one parameter per channel, and adds no curvature.
 s3d.register_layer(Scale, per_channel=["factor"], linear=True)
 
 torch.manual_seed(0)
@@ -63,4 +63,4 @@ print(f"the loss changed by {after - before:.4e}; predicted: {plan.predicted_cha
 optimizer.zero_grad()
 F.cross_entropy(model(x), y).backward()
 optimizer.step()
-print(f"training goes on: {F.cross_entropy(model(x), y).item():.4f}")
+print(f"loss after another training step: {F.cross_entropy(model(x), y).item():.4f}")

@@ -1,4 +1,4 @@
-"""Interrupt a growth run and resume it: the weights are those of a run that was not interrupted, bit for bit."""
+"""Interrupt a growth run and resume it: the weights equal those of an uninterrupted run, bit for bit."""
 
 import tempfile
 from pathlib import Path
@@ -20,7 +20,7 @@ class Interrupted(Exception):
 
 
 def make_grower(folder: Path, interrupt_in: int | None = None) -> s3d.Grower:
-    """Return a run of four phases that stops half-way through training in phase `interrupt_in`."""
+    """Return a run of four phases that is interrupted at the end of training in phase `interrupt_in`."""
     torch.manual_seed(0)
     loop = s3d.EpochTrainer([(x, y)], F.cross_entropy, epochs=50)
 
@@ -57,7 +57,7 @@ with tempfile.TemporaryDirectory() as folder:
     print("widths:", [phase.widths for phase in resumed.history])
     print("same weights:", all(torch.equal(a, b) for a, b in pairs))
 
-    # A saved network loads into a freshly made one of the seed widths.
+    # A saved network loads into a new network of the seed widths.
     fresh = MLP([2, 2, 2])
     s3d.load_grown(fresh, Path(folder) / "cut" / "network-003.safetensors")
     print("same outputs:", torch.equal(fresh(x), resumed.model(x)))

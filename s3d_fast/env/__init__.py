@@ -1,4 +1,4 @@
-"""What is available here, and why the rest is not: python -m s3d_fast.env."""
+"""Which backends are available, and why the others are not: python -m s3d_fast.env."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from s3d_fast.base.version import VERSION
 
 
 def report() -> dict[str, str]:
-    """Return what can be said about versions, processor, extension and backends, by name."""
+    """Return descriptions of versions, processor, extension and backends, by name."""
     lines = {
         "s3d_fast": VERSION,
         "python": platform.python_version(),

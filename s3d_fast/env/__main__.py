@@ -1,4 +1,4 @@
-"""python -m s3d_fast.env: print what is available here, and why the rest is not."""
+"""python -m s3d_fast.env: print which backends are available, and why the others are not."""
 
 from s3d_fast import env
 from s3d_fast.base.tables import text_table

@@ -49,7 +49,7 @@ def _fits(axis: Any, runs: Sequence[rbf.Run], problem: rbf.Problem, seed: int) -
     x = problem.x[seed, order]
     axis.plot(x, problem.y[seed, order], color="black", linewidth=2, label="truth")
     for run in runs:
-        # A method that jumps over five neurons is shown at its last size before.
+        # A method that skips five neurons is shown at its largest smaller size.
         stage = max((stage for stage in run.stages if stage.neurons <= 5), key=lambda stage: stage.neurons)
         fit = _curve(stage.model, seed, x)
         axis.plot(x, fit, "--", label=f"{run.method.name}: {int(stage.sizes[seed])} neurons")

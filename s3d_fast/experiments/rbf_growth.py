@@ -1,8 +1,9 @@
 """The paper's toy experiment: RBF networks grown from one neuron, one split at a time, by S2D and by S3D.
 
-Every seed has a true function, data and an initial neuron of its own; all seeds of a method train as one batch.
-A method is a pair (m, c). Methods are compared at equal numbers of neurons and of gradient steps: the networks train
-for T (m - 1) steps between splits, so that at time t T all have the sizes t + 1, or the last size before it.
+Every seed has its own true function, data and initial neuron; all seeds of a method train as one batch.
+A method is a pair (m, c). Methods are compared at equal numbers of neurons and gradient steps. The networks train for
+T (m - 1) steps between splits, so that at time t T every network has t + 1 neurons, or the largest smaller size that
+its m allows.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class Method:
 
     @property
     def name(self) -> str:
-        """How tables and figures call it."""
+        """The name in tables and figures."""
         return "S2D" if self.m == 2 and self.c == 1 else f"S3D m={self.m} c={self.c:g}"
 
 
 @dataclass(frozen=True)
 class RBFSettings:
-    """The numbers of the experiment; the defaults are the paper's but for the steps between splits.
+    """The numbers of the experiment; the defaults are the paper's, except the steps between splits.
 
-    The paper does not state eps, the size of a split, for this experiment; 0.01 is what it uses elsewhere.
+    The paper does not state eps, the size of a split, for this experiment; elsewhere it uses 0.01.
     """
 
     seeds: int = 16
@@ -54,7 +55,7 @@ class RBFSettings:
     def __post_init__(self) -> None:
         for name in ("seeds", "steps", "points", "true_neurons"):
             require.count(name, getattr(self, name))
-        # Five neurons are what the fitted curves and the eigenvalue bars are drawn at.
+        # The fitted curves and the eigenvalue bars are drawn at five neurons.
         require.count("neurons", self.neurons, at_least=5)
         require.count("first_seed", self.first_seed, at_least=0)
         require.positive("learning_rate", self.learning_rate)
@@ -79,7 +80,7 @@ class Stage:
     loss: Tensor  # (R,)
     model: RBFBatch
     spectra: list[Spectrum]  # of each seed's neurons
-    chosen: Tensor  # (R,), the neuron that the method splits next, -1 where no split gains
+    chosen: Tensor  # (R,), the neuron that the method splits next, -1 if no split lowers the loss
     negative: Tensor  # (R,), bool: the split would follow the largest eigenvalue
 
 
@@ -93,7 +94,7 @@ class Run:
     stages: list[Stage] = field(default_factory=list)
 
     def at(self, neurons: int) -> Stage | None:
-        """Return the stage of the given size, or None if the method jumps over it."""
+        """Return the stage of the given size, or None if the method skips it."""
         return next((stage for stage in self.stages if stage.neurons == neurons), None)
 
 
@@ -108,7 +109,7 @@ class Problem:
 
 
 def make_problem(settings: RBFSettings) -> Problem:
-    """Draw true functions, data on [-5, 5] and initial neurons; a seed's draw does not depend on how many there are."""
+    """Draw true functions, data on [-5, 5] and initial neurons; a seed's draw does not depend on the others."""
     parts = []
     for seed in range(settings.first_seed, settings.first_seed + settings.seeds):
         generator = torch.Generator().manual_seed(seed)
@@ -132,7 +133,7 @@ def grow(
     model = RBFBatch(problem.theta.clone(), problem.w.clone())
     size, steps = 1, 0
     while True:
-        # The last phase is cut short where a method would otherwise train longer than the others.
+        # Cut the last phase short if the method would train longer than the others.
         budget = settings.steps * settings.neurons - steps
         phase = min(settings.steps * (method.m - 1), budget)
         train(model, problem, phase, settings.learning_rate, run, steps, progress)
@@ -155,7 +156,7 @@ def train(
     progress: Callable[[int], object] = lambda steps: None,
     every: int = 100,
 ) -> None:
-    """Minimise the mean squared error of all networks by Adam; a fresh optimizer for every phase."""
+    """Minimise the mean squared error of all networks by Adam, with a fresh optimizer in every phase."""
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, fused=True)
     for step in range(steps):
         losses = ((model(problem.x) - problem.y) ** 2).mean(-1)
@@ -163,7 +164,7 @@ def train(
             run.times.append(start + step)
             run.losses.append(losses.detach())
         optimizer.zero_grad(set_to_none=True)
-        # The networks share nothing: the gradient of the sum is each one's own.
+        # The networks share no parameters, so the gradient of the sum holds each network's own gradient.
         losses.sum().backward()
         optimizer.step()
         if step % every == every - 1:
@@ -172,7 +173,7 @@ def train(
 
 
 def examine(model: RBFBatch, problem: Problem, method: Method, neurons: int, steps: int) -> Stage:
-    """Return the spectra of all neurons of all networks, and the split that gains the most for each network."""
+    """Return the spectra of all neurons of all networks, and the best split of each network."""
     x, y = problem.x.double(), problem.y.double()
     model = RBFBatch(model.theta.detach().double(), model.w.detach().double(), model.alive.double())
     act = activation("gaussian")
@@ -201,7 +202,7 @@ def examine(model: RBFBatch, problem: Problem, method: Method, neurons: int, ste
 
 
 def split(stage: Stage, problem: Problem, method: Method, eps: float) -> RBFBatch:
-    """Return the networks with the chosen neuron of each replaced by its m copies; none is, where no split gains."""
+    """Return the networks with each chosen neuron replaced by its m copies; -1 in `chosen` means no split."""
     theta, w, alive = stage.model.theta.detach(), stage.model.w.detach(), stage.model.alive
     extra = method.m - 1
     theta = torch.cat([theta, theta.new_zeros(len(theta), extra, 2)], 1)
@@ -220,12 +221,12 @@ def split(stage: Stage, problem: Problem, method: Method, eps: float) -> RBFBatc
 
 
 def only(problem: Problem, seed: int) -> Problem:
-    """Return the problem of one seed, counted from 0, alone."""
+    """Return the problem of a single seed, counted from 0."""
     return Problem(*(part[seed : seed + 1] for part in (problem.x, problem.y, problem.theta, problem.w)))
 
 
 def positive_branch(problem: Problem, stage: Stage, seed: int, settings: RBFSettings) -> RBFBatch | None:
-    """Return one seed's network grown on from `stage` by S2D for a phase, or None where S2D finds no split."""
+    """Return one seed's network from `stage`, split by S2D and trained for a phase, or None if S2D finds no split."""
     alone = only(problem, seed)
     dtype = problem.x.dtype
     parts = (stage.model.theta, stage.model.w, stage.model.alive)
@@ -239,7 +240,7 @@ def positive_branch(problem: Problem, stage: Stage, seed: int, settings: RBFSett
 
 
 def divergence(run: Run, base: Run) -> int | None:
-    """Return the time by which half of the seeds have been split otherwise than by `base`, or None if that never is."""
+    """Return the step by which half of the seeds were split differently than by `base`, or None if they never are."""
     apart = torch.zeros(len(run.stages[0].loss), dtype=torch.bool)
     for stage, other in zip(run.stages, base.stages, strict=True):
         apart |= (stage.chosen != other.chosen) | (stage.negative != other.negative)
@@ -249,7 +250,7 @@ def divergence(run: Run, base: Run) -> int | None:
 
 
 def typical_seed(runs: Sequence[Run], neurons: int = 5) -> int:
-    """Return the seed, counted from 0, whose gain of signed over positive splits is the median one."""
+    """Return the seed, counted from 0, with the median gain of signed over positive splits."""
     stages = {run.method: run.at(neurons) for run in runs}
     base, signed = stages[S2D], stages[Method(2, 3.0)]
     assert base is not None
@@ -259,7 +260,7 @@ def typical_seed(runs: Sequence[Run], neurons: int = 5) -> int:
 
 
 def loss_table(runs: Sequence[Run], methods: Sequence[Method], neurons: int) -> list[list[str]]:
-    """Return the rows of the table: median and quartiles over seeds of the loss, by method and number of neurons."""
+    """Return a table of the loss by number of neurons and method: median and quartiles over seeds."""
     runs = [run for method in methods for run in runs if run.method == method]
     rows = [["neurons", *(run.method.name for run in runs)]]
     for size in range(1, neurons + 1):
@@ -271,14 +272,16 @@ def loss_table(runs: Sequence[Run], methods: Sequence[Method], neurons: int) -> 
 
 
 def verdict(runs: Sequence[Run], neurons: int = 5) -> str:
-    """Say how each S3D method compares with S2D at the given size: by the median over seeds, and seed by seed."""
+    """Return a text that compares each S3D method with S2D at one size: by the median over seeds, and seed by seed."""
     stages = {run.method: stage for run in runs if (stage := run.at(neurons)) is not None}
     base = stages.pop(S2D).loss
-    lines = [f"At {neurons} neurons, by the median over {len(base)} seeds, S2D ends at {_median(base):.3g}, and"]
+    lines = [
+        f"At {neurons} neurons, by the median over {len(base)} seeds, S2D ends at {_median(base):.3g}. Compared to it:"
+    ]
     for method, stage in stages.items():
         order = _median(stage.loss) - _median(base)
         word = "lower" if order < 0 else "higher" if order > 0 else "equal"
-        # The paths of two methods are the same until they first disagree, so that many seeds end equal.
+        # Two methods agree until their first different split, so many seeds end equal.
         lower, higher = int((stage.loss < 0.99 * base).sum()), int((stage.loss > 1.01 * base).sum())
         same = len(base) - lower - higher
         lines.append(

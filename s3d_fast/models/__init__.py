@@ -1,4 +1,4 @@
-"""Ordinary networks to grow: nothing in them knows about splitting but EdgeConv's metric."""
+"""Ordinary networks to grow: nothing in them refers to splitting, except EdgeConv's metric."""
 
 from s3d_fast.models.dgcnn import DGCNN
 from s3d_fast.models.mlp import MLP

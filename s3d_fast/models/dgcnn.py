@@ -16,12 +16,12 @@ class DGCNN(nn.Module):
 
     Args:
         widths: channels of the EdgeConv layers.
-        num_classes: outputs.
+        num_classes: number of outputs.
         k: neighbours, the point itself included.
         embedding: width of the layer over the concatenated features.
         hidden: widths of the classifier's hidden layers.
         activation: makes the activation modules.
-        dropout: after the classifier's hidden layers.
+        dropout: rate after the classifier's hidden layers.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ class MobileNetV1(nn.Module):
 
     Args:
         widths: channels of the stem and of the pointwise layers.
-        num_classes: outputs.
+        num_classes: number of outputs.
         stem_stride: 1 for CIFAR-sized images, 2 for ImageNet-sized ones.
-        strides: of the depthwise layers; fewer than 13 make a shallower network.
+        strides: strides of the depthwise layers; fewer than 13 make a shallower network.
         activation: makes the activation modules.
     """
 

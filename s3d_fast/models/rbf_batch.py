@@ -1,4 +1,4 @@
-"""The toy network of the paper: one-dimensional RBF networks, several of them trained as one batch."""
+"""The paper's toy network: one-dimensional RBF networks, several trained as one batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from s3d_fast.maths.activations import gaussian
 
 
 class RBFBatch(nn.Module):
-    """R networks f(x) = sum_i w_i exp(-(theta_i1 x + theta_i2)^2 / 2), each with inputs of its own.
+    """R networks f(x) = sum_i w_i exp(-(theta_i1 x + theta_i2)^2 / 2), each with its own inputs.
 
-    Networks of unequal size share the tensors: `alive` is 0 where a network has no such neuron, and nothing there ever
-    moves.
+    Networks of unequal size share the tensors: `alive` is 0 where a network has no such neuron, and its parameters
+    there never change.
     """
 
     alive: Tensor

@@ -1,4 +1,4 @@
-"""A residual network for small images (He et al., 2016) whose blocks have inner widths of their own."""
+"""A residual network for small images (He et al., 2016) with a separate inner width for every block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ResNet(nn.Module):
         blocks: blocks per stage.
         stream: width of the residual stream in each stage.
         inner: width between the two convolutions of each block, in order; the stream's width by default.
-        num_classes: outputs.
+        num_classes: number of outputs.
         activation: makes the activation modules.
     """
 

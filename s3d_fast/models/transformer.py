@@ -1,4 +1,4 @@
-"""A pre-norm transformer block; its feed-forward layer is what splitting can grow."""
+"""A pre-norm transformer block; splitting can grow its feed-forward layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     Args:
-        width: of the residual stream.
-        heads: of the attention.
+        width: width of the residual stream.
+        heads: number of attention heads.
         hidden: width of the feed-forward layer.
         activation: makes the activation module.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 FULL_WIDTHS = (64,) * 2 + (128,) * 2 + (256,) * 4 + (512,) * 8
-# A 2 x 2 maximum follows these convolutions.
+# 2 x 2 max pooling follows these convolutions.
 POOL_AFTER = (1, 3, 7, 11, 15)
 
 
@@ -20,13 +20,13 @@ class VGG19(nn.Module):
 
     Args:
         widths: channels of the 16 convolutions.
-        num_classes: outputs.
-        pool: the side to which feature maps are pooled before they are flattened: 1, or 7 for ImageNet.
+        num_classes: number of outputs.
+        pool: side of the feature maps after pooling, before they are flattened: 1, or 7 for ImageNet.
         hidden: widths of the classifier's hidden layers: none, or (4096, 4096) for ImageNet.
         activation: makes the activation modules.
-        dropout: after every hidden layer of the classifier.
-        batchnorm: after every convolution; the names of parameters are those of torchvision's vgg19_bn with it, and of
-            its vgg19 without.
+        dropout: rate after every hidden layer of the classifier.
+        batchnorm: put a BatchNorm after every convolution. With it the parameters have the names of torchvision's
+            vgg19_bn, without it those of its vgg19.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class VGG19(nn.Module):
 
 
 def vgg19_of(tensors: Mapping[str, Tensor]) -> VGG19:
-    """Return the VGG19, with ReLU and in float32, that has these weights by name; its sizes are read off their shapes.
+    """Return the float32 VGG19 with ReLU that has these weights by name; its sizes are read off their shapes.
 
     Raises:
         ValueError, RuntimeError: they are not the weights of a VGG19.
@@ -77,7 +77,7 @@ def vgg19_of(tensors: Mapping[str, Tensor]) -> VGG19:
     widths, sizes = [len(weight) for weight in convolutions], [len(weight) for weight in linears]
     if min(widths + sizes) < 1:
         raise ValueError(f"tensors must hold layers that are not empty, got widths {widths} and {sizes}")
-    # On no device: only names and shapes are needed of this model, which takes over the tensors themselves.
+    # On the meta device: the model needs only names and shapes, since it takes over the tensors themselves.
     with torch.device("meta"):
         model = VGG19(
             widths,
@@ -94,7 +94,7 @@ def vgg19_of(tensors: Mapping[str, Tensor]) -> VGG19:
 
 
 def _weights(tensors: Mapping[str, Tensor], part: str, dims: int) -> list[Tensor]:
-    """Return the weights of the layers of a part, in their order."""
+    """Return the weights of the layers of a part, in order."""
     found = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(rf"{part}\.(\d+)\.weight", name)
