@@ -1,4 +1,4 @@
-"""The paper's experiments, each as a short typed configuration: what the command line's `grow` runs."""
+"""The paper's experiments, each as a short typed configuration that `s3d-fast grow` runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPES = {
 
 
 def recipe(name: str, preset: str = "paper") -> Recipe:
-    """Return a recipe by name: with the paper's numbers, or scaled down so that two CPU cores suffice.
+    """Return a recipe by name, with the paper's numbers or scaled down to two CPU cores.
 
     Raises:
         ValueError: there is no such recipe or preset.

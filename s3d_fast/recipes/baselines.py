@@ -1,4 +1,4 @@
-"""What S3D is compared with: splits by chance, and networks of the same size that were not grown."""
+"""Baselines for S3D: random splits, and networks of the same size trained from scratch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def random_plan(graph: Graph, units: Sequence[str], selection: Mapping[str, Any]
     """Return a plan that splits random neurons along random directions, each into two copies of weight 1/2.
 
     This is the widening of Net2Net (Chen et al., 2016) in the form that the paper compares with. Neurons are drawn
-    from the global random state, as many as `selection` would choose by gain; the gains of the plan are NaN, for
-    nobody has computed them.
+    from the global random state, as many as `selection` would choose by gain. The gains of the plan are NaN because
+    they are never computed.
 
     Args:
         graph: from `trace`.
@@ -34,7 +34,7 @@ def random_plan(graph: Graph, units: Sequence[str], selection: Mapping[str, Any]
 
 
 def _random_spectrum(unit: Unit) -> Spectrum:
-    """Return a spectrum that ranks the filters of a unit by chance and points anywhere."""
+    """Return a spectrum with random directions that ranks the filters of a unit at random."""
     v = torch.nn.functional.normalize(torch.randn(unit.width, unit.fan_in), dim=-1)
     zeros, counts = torch.zeros(unit.width), torch.zeros(unit.width, dtype=torch.int64)
     return Spectrum(
@@ -53,13 +53,13 @@ def _random_spectrum(unit: Unit) -> Spectrum:
 def scaled_widths(
     widths: Sequence[int], wanted: int, size: Callable[[Sequence[int]], int], largest: float = 1000.0
 ) -> tuple[int, ...]:
-    """Return all widths times the one factor for which a network comes closest to the size that is wanted.
+    """Return the widths times the one factor that brings the network closest to the wanted size.
 
     Args:
-        widths: at factor 1.
+        widths: the widths at factor 1.
         wanted: the size, for instance in parameters.
-        size: the size of a network of given widths; grows with them.
-        largest: the factor to search up to, from its inverse.
+        size: returns the size of a network of given widths; must grow with them.
+        largest: factors are searched from 1 / largest to largest.
     """
     low, high = 1 / largest, largest
     for _ in range(60):
@@ -73,6 +73,6 @@ def _scaled(widths: Sequence[int], factor: float) -> tuple[int, ...]:
 
 
 def parameter_count(make: Callable[[], nn.Module]) -> int:
-    """Return the parameters of the network that a function makes, without making them."""
+    """Return how many parameters the network made by `make` has, without allocating them."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in make().parameters())

@@ -17,7 +17,7 @@ def network(widths: Sequence[int], classes: int) -> nn.Module:
 
 
 def small(widths: Sequence[int], classes: int) -> nn.Module:
-    """Return a network of half the depth, whose first layer halves the images: it learns within a few epochs."""
+    """Return a network of half the depth whose first layer halves the images, so that it learns in a few epochs."""
     return MobileNetV1(widths, classes, stem_stride=2, strides=(1, 2, 1, 2, 1, 2, 1))
 
 
@@ -26,12 +26,12 @@ PAPER = Recipe(
     summary="MobileNetV1 on CIFAR-100, from 32 filters in every layer",
     dataset="cifar100",
     network=network,
-    # Only the pointwise layers: the filters of the depthwise ones follow them.
+    # Only pointwise layers are split; the depthwise layers follow them.
     splittable=r"blocks\.\d+\.3",
     full_widths=FULL_WIDTHS,
     channels_last=True,
     widths=(32,) * 14,
-    # The paper's table has the fifth.
+    # The paper's table shows the network after the fifth step.
     steps=5,
     epochs=160,
     batch_size=128,
@@ -59,7 +59,7 @@ CPU = replace(
     epochs=3,
     batch_size=64,
     learning_rate=0.05,
-    # With the paper's 0.1 a network learns next to nothing in so few epochs.
+    # With the paper's 0.1 the network learns almost nothing in so few epochs.
     momentum=0.9,
     split_samples=1024,
 )

@@ -1,4 +1,4 @@
-"""A small convolutional network on scikit-learn's digits: real data that is always there, for trying things out."""
+"""A small convolutional network on scikit-learn's digits: real data that needs no download, for trying things out."""
 
 from __future__ import annotations
 

@@ -18,19 +18,19 @@ def network(widths: Sequence[int], classes: int) -> nn.Module:
 
 PAPER = Recipe(
     name="imagenet-mobilenet",
-    summary="MobileNetV1 on ImageNet, each step to the MACs of the paper's table",
+    summary="MobileNetV1 on ImageNet, grown in each step to the MACs of the paper's table",
     dataset="imagenet",
     network=network,
     splittable=r"blocks\.\d+\.3",
     full_widths=FULL_WIDTHS,
     data_options={"size": 224},
     channels_last=True,
-    # The paper gives the seed's 0.059 G MACs and not its widths: this is 0.304 times the full network.
+    # The paper gives the seed's MACs (0.059 G) but not its widths; 0.304 times the full widths give these MACs.
     widths=tuple(round(0.304 * width) for width in FULL_WIDTHS),
     steps=4,
     # Not stated in the paper: epochs, momentum and weight decay.
     epochs=120,
-    # The paper's 128 on each of 4 GPUs.
+    # The paper has 128 on each of 4 GPUs.
     batch_size=512,
     optimizer="sgd",
     learning_rate=0.2,

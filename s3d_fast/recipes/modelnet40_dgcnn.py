@@ -30,7 +30,7 @@ PAPER = Recipe(
     full_widths=(64, 64, 128, 256),
     data_options={"points": 1024},
     widths=(16,) * 4,
-    # The paper's table has the fourth.
+    # The paper's table shows the network after the fourth step.
     steps=4,
     epochs=250,
     batch_size=32,
@@ -44,7 +44,7 @@ PAPER = Recipe(
     eps=0.01,
     m=2,
     c=1.3,
-    # Two copies of 40% of the filters are 40% more filters.
+    # Splitting 40% of the filters into two copies adds 40% more filters.
     fraction=0.4,
     # Not stated in the paper.
     split_samples=1024,

@@ -37,34 +37,34 @@ from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.splitting.plan import SplitPlan
 
 METHODS = {
-    "s3d": "signed splits along eigenvectors: the recipe's m and c",
-    "s2d": "positive splits along eigenvectors: c = 1",
+    "s3d": "signed splits along eigenvectors, with the recipe's m and c",
+    "s2d": "positive splits along eigenvectors, with c = 1",
     "net2net": "random neurons, split along random directions",
-    "uniform": "networks of the same sizes, all layers widened alike, trained from scratch",
+    "uniform": "networks of the same sizes, all layers widened by one factor, trained from scratch",
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe on a dataset by a method, and how to run it.
+    """A recipe, its dataset and method, and how to run it.
 
     Attributes:
-        recipe: with the settings that are wanted.
-        preset: its name, for the record.
-        dataset: to train and test on.
+        recipe: the recipe, with its settings.
+        preset: the name of the recipe's preset, for run.json.
+        dataset: the data to train and test on.
         method: one of `METHODS`.
-        seed: of the initial weights and of everything drawn at random.
+        seed: determines the initial weights and all random draws.
         out: a folder for checkpoints, history and report.
-        start: a saved network of the recipe to begin with, in place of training the seed network.
-        like: the folder of a run, whose parameters in every phase `uniform` has to match; by default it has as many
-            filters as growth would have.
-        scratch: the epochs of `uniform`: "total", those that a grown network has had by then, or "phase".
+        start: a saved network of the recipe to start from, instead of training the seed network.
+        like: the folder of a run; `uniform` matches its number of parameters in every phase. By default `uniform` has
+            as many filters as growth would have.
+        scratch: how long `uniform` trains: "total", as many epochs as a grown network has had by then, or "phase".
         device: "auto", "cpu", "cuda" ...
-        world: the processes that run it together.
+        world: the processes that run the job together.
         precision: as for `EpochTrainer`.
         compile: train through torch.compile.
-        progress: show bars.
-        after_phase: called when a phase is finished.
+        progress: show progress bars.
+        after_phase: called after every phase.
     """
 
     recipe: Recipe
@@ -89,14 +89,14 @@ class Job:
         require.count("seed", self.seed, at_least=0)
         self.device_of(self.device)
         if self.method != "uniform" and (self.like is not None or self.scratch != "total"):
-            raise ValueError("like and scratch go with method 'uniform'")
+            raise ValueError("like and scratch have no effect without method 'uniform'")
         if self.method == "uniform" and self.start is not None:
             raise ValueError("start is for methods that grow; 'uniform' trains every network from scratch")
         if self.recipe.batch_size % self.world.size:
             raise ValueError(
                 f"batch_size must be a multiple of the {self.world.size} processes, got {self.recipe.batch_size}"
             )
-        # Checks its settings.
+        # Made once here to check its settings.
         self.split_data(nn.Module())
 
     @cached_property
@@ -110,8 +110,8 @@ class Job:
         return first(self.dataset.test, self.recipe.test_samples)
 
     def split_data(self, model: nn.Module) -> SplitData:
-        """Return what the splits of a network are computed on."""
-        # Splits by chance need no operators, and no memory for them.
+        """Return the data for computing the splits of a network."""
+        # Random splits need no operators, and so no memory for them.
         recipe = self.recipe if self.method != "net2net" else replace(self.recipe, memory_budget=None)
         return SplitData(recipe, self.train_set, model, self.world)
 
@@ -131,20 +131,20 @@ class Job:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             return torch.empty(0, device=name).device
-        # What PyTorch raises for a device that is not there depends on the device.
+        # Which error PyTorch raises for a missing device depends on the device.
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device {name!r} cannot be used: {error}") from error
 
 
 def run(job: Job, resume: bool = False) -> list[Phase]:
-    """Run a job, or what is left of it; return its history.
+    """Run a job, or resume it; return its history.
 
     Raises:
-        ValueError: a folder that holds another run, settings that do not go together, a loss that is not finite.
+        ValueError: the folder holds another run, settings contradict each other, or the loss is not finite.
     """
     if torch.cuda.is_available():
         torch.backends.cudnn.deterministic = True
-    # All that can be wrong with the job comes up before its folder is touched.
+    # Find everything that can be wrong with the job before touching its folder.
     if job.method == "uniform":
         sizes = uniform_sizes(job)
         _describe(job, resume)
@@ -155,18 +155,18 @@ def run(job: Job, resume: bool = False) -> list[Phase]:
 
 
 def first(source: Source, count: int | None) -> Source:
-    """Return so many samples of a source, or all of them."""
+    """Return `count` samples of a source; all of them if it is None or there are fewer."""
     return source if count is None or count >= len(source) else source.take(count)
 
 
 def make_network(recipe: Recipe, classes: int, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
-    """Return the recipe's seed network with initial weights that depend on the seed alone."""
+    """Return the recipe's seed network; its initial weights depend only on the seed."""
     seed_all(seed)
     return recipe.network(recipe.widths, classes).to(device)
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]:
-    """Return what makes the recipe's optimizer; BatchNorm and biases, which have one dimension, are not decayed."""
+    """Return a function that makes the recipe's optimizer; BatchNorm and biases (one dimension) do not decay."""
 
     def make(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
         every = list(parameters)
@@ -182,14 +182,14 @@ def make_optimizer(recipe: Recipe) -> Callable[[Iterator[nn.Parameter]], torch.o
 
 
 def make_loss(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the recipe's training loss, which is also the one that splits decrease."""
+    """Return the recipe's training loss, which splits decrease as well."""
     return lambda output, target: F.cross_entropy(output, target, label_smoothing=recipe.label_smoothing)
 
 
 def evaluate(model: nn.Module, batches: Any, channels_last: bool = False, world: World = ALONE) -> dict[str, float]:
-    """Return a classifier's accuracy, top-5 accuracy where that says something, and cross entropy.
+    """Return a classifier's accuracy and cross entropy, and its top-5 accuracy if there are more than 10 classes.
 
-    Of several processes each evaluates its own batches, and all return the same.
+    With several processes, each evaluates its own batches and all return the same metrics.
     """
     device = next(model.parameters()).device
     model.eval()
@@ -208,7 +208,7 @@ def evaluate(model: nn.Module, batches: Any, channels_last: bool = False, world:
 
 
 def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Grower:
-    """Return the Grower of a network; `options` are further arguments, and take precedence."""
+    """Return the Grower of a network; `options` add to its arguments or replace them."""
     last = recipe.channels_last
     world, part = job.world, job.world.part
     train, test = job.train_set, job.test_set.batches(256, part=part)
@@ -262,7 +262,7 @@ def _growth(job: Job) -> Grower:
         load_grown(model, job.start)
     split_data = job.split_data(model)
     if split_data.recipe.memory_budget is not None:
-        # Too small a budget should come up now, and not after a phase of training.
+        # A budget that is too small should fail now, not after a phase of training.
         split_data.plan(1)
     graph = trace(model, torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
     units = [name for name in graph.units if recipe.may_split(name)]
@@ -291,7 +291,7 @@ def _growth(job: Job) -> Grower:
 
 
 def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], resume: bool) -> list[Phase]:
-    """Train a network of every size; each is a run of one phase in a folder of its own."""
+    """Train a network of every size; each is a run of one phase in its own folder."""
     recipe, history = job.recipe, []
     for index, widths in enumerate(sizes):
         epochs = recipe.epochs * (index + 1 if job.scratch == "total" else 1)
@@ -312,18 +312,18 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
     """Return the widths of the networks that are trained from scratch, in the order of growth.
 
     Raises:
-        ValueError: the run to be like has fewer phases than the recipe.
+        ValueError: the recipe needs `like` and has none, or the run `like` has fewer phases than the recipe.
     """
     recipe, classes = job.recipe, job.dataset.classes
     if job.like is None:
         if recipe.fraction is None:
-            raise ValueError("a recipe that grows to given MACs needs a run to be like; give like")
+            raise ValueError("a recipe that grows to given MACs needs a run to match; give like")
         share = 1 + recipe.fraction * (recipe.m - 1)
         filters = [round(sum(recipe.widths) * share**step) for step in range(recipe.steps + 1)]
         return [baselines.scaled_widths(recipe.widths, wanted, sum) for wanted in filters]
     phases = read_run(job.like).phases
     if len(phases) <= recipe.steps:
-        raise ValueError(f"like: {job.like} has {len(phases)} phases, and {recipe.steps + 1} are wanted")
+        raise ValueError(f"like: {job.like} has {len(phases)} phases, but {recipe.steps + 1} are needed")
 
     def size(widths: Any) -> int:
         return baselines.parameter_count(lambda: recipe.network(widths, classes))
@@ -332,7 +332,7 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
 
 
 def _describe(job: Job, resume: bool) -> None:
-    """Write run.json: what the run is, and where it runs.
+    """Write run.json: the settings of the run and its environment.
 
     Raises:
         ValueError: the folder holds another run.
@@ -370,9 +370,10 @@ def _describe(job: Job, resume: bool) -> None:
 
 
 def _fixed(value: Any) -> Any:
-    """Return what may not change when a run goes on: it may take more steps than were planned, and other memory.
+    """Return the part of a value that must not change when a run resumes.
 
-    A setting that an older version did not have is like one that is None.
+    The number of steps, the memory budget and the batch size for splitting may change. A setting that an older version
+    did not have counts as None.
     """
     if not isinstance(value, Mapping):
         return value

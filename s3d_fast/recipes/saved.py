@@ -1,4 +1,4 @@
-"""The networks that runs of recipes have saved."""
+"""Saved networks of recipe runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from s3d_fast.growth.run_folder import RunFolder
 
 
 def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
-    """Return run.json and the path of a network of a run.
+    """Return the content of run.json and the path of the network of a phase; the last phase by default.
 
     Raises:
-        FileNotFoundError, ValueError: there is no run in the folder, or it has no network of this phase.
+        FileNotFoundError, ValueError: the folder holds no run, or the run has no network of this phase.
     """
     about = RunFolder(run).read_about()
     missing = [name for name in ("classes", "input_shape") if name not in about]
     if missing:
         raise ValueError(f"{run / 'run.json'} does not say {' and '.join(missing)}; was it written by s3d-fast grow?")
-    # Networks that were trained from scratch have folders of their own.
+    # Networks trained from scratch have their own folders.
     sizes = sorted(run.glob("size-*"))
     networks = [path for size in sizes for path in RunFolder(size).networks()] or RunFolder(run).networks()
     if not networks:
@@ -27,7 +27,7 @@ def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
     if phase is None:
         return about, networks[-1]
     if not 0 <= phase < len(networks):
-        raise ValueError(f"{run} has no network of phase {phase}; it has {len(networks)} of them, from 0 on")
+        raise ValueError(f"{run} has no network of phase {phase}; it has {len(networks)}, numbered from 0")
     return about, networks[phase]
 
 

@@ -1,4 +1,4 @@
-"""The training samples that a recipe computes its splits on: how many, and in batches on the network's device."""
+"""The training samples for a recipe's splits: how many there are, and their batches on the network's device."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from s3d_fast.data.sources import Sample, Source
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.recipe import Recipe
 
-# Plans that are made, at the most, to find out how many batches there is time for; each captures a batch.
+# At most this many plans are made to find how many batches fit into the time; each captures one batch.
 PLANS = 5
 
 
 @dataclass(frozen=True)
 class SplitData:
-    """What the splits of a network are computed on.
+    """The training samples for computing the splits of a network.
 
     Attributes:
-        recipe: says how many samples.
+        recipe: gives the number of samples.
         train: the training set.
-        model: the network, as it is when batches are asked for.
+        model: the network, in its current state.
         world: the processes that share the work.
     """
 
@@ -55,14 +55,14 @@ class SplitData:
         """Return this process's batches, drawn at random.
 
         Args:
-            epoch_seconds: what an epoch takes, where it is known; else it is estimated.
+            epoch_seconds: how long an epoch takes; estimated if None.
         """
         size = self.recipe.split_batch
         drawn = self.train.sample(size * self.count(epoch_seconds), size, self.world.part)
         return OnDevice(drawn, self._device, self.recipe.channels_last)
 
     def count(self, epoch_seconds: float | None = None) -> int:
-        """Return the number of batches of all processes."""
+        """Return the number of batches of all processes together."""
         size, ranks = self.recipe.split_batch, self.world.size
         if self.recipe.split_samples is not None:
             return self.recipe.split_samples // size
@@ -71,11 +71,11 @@ class SplitData:
             wanted = int(self.recipe.split_share * most)
         else:
             wanted = self.world.same(self._affordable(epoch_seconds))
-        # As many in every process: none has to wait.
+        # Every process gets the same number, so that none has to wait.
         return max(1, min(most, wanted) // ranks) * ranks
 
     def plan(self, batches: int) -> CapturePlan:
-        """Return what the capture of so many batches will keep and take; captures one, and draws nothing."""
+        """Return the plan for capturing this many batches; captures one and leaves the random state as it was."""
         size = self.recipe.split_batch
         with torch.random.fork_rng(devices=[]):
             (batch,) = OnDevice(self.train.sample(size, size), self._device, self.recipe.channels_last)
@@ -84,17 +84,17 @@ class SplitData:
         return plan_capture(graph, batch, batches, self.recipe.memory_budget, units=units)
 
     def _affordable(self, epoch_seconds: float | None) -> int:
-        """Return as many batches as take the recipe's share of an epoch's time."""
+        """Return how many batches fit into the recipe's share of an epoch's time."""
         share, ranks = self.recipe.split_time, self.world.size
         assert share is not None
         batches_of_epoch = len(self.train) / self.recipe.split_batch
         count = max(1, int(share * batches_of_epoch / 2))
         for _ in range(PLANS):
-            # What is kept, and so what a batch takes, depends on how many there are.
+            # The plan, and so the time per batch, depends on the number of batches.
             plan = self.plan(-(-count // ranks))
             trained = plan.batch_seconds if epoch_seconds is None else epoch_seconds * ranks / batches_of_epoch
-            # Training on a batch includes reading it: reading takes no longer, nor does the pass that measures the
-            # loss after the split.
+            # Training on a batch includes reading it. So reading a batch takes no longer than `trained`, nor does the
+            # pass that measures the loss after the split.
             capture = max(plan.capture_seconds / plan.batches, trained)
             taken = capture + plan.solve_seconds / plan.batches + trained
             affordable = int(share * batches_of_epoch * trained / taken)
@@ -110,7 +110,7 @@ class SplitData:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Batches of a sample on a device, to which every pass moves them anew."""
+    """Batches of a sample; every pass moves them to the device again."""
 
     batches: Sample
     device: torch.device
