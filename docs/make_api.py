@@ -12,8 +12,9 @@ from s3d_fast import data, models, recipes, report, schedules, visualize
 def api() -> str:
     """Return the text of docs/api.md."""
     lines = ["# Public names", "", "Made from the docstrings by `python docs/make_api.py`; `help(name)` says more.", ""]
-    for module in (s3d_fast, models, schedules, data, recipes, report, visualize):
-        lines += [f"## {module.__name__}", "", "| name | what it is |", "|---|---|"]
+    rooms = {"models": models, "schedules": schedules, "data": data, "recipes": recipes, "report": report}
+    for title, module in {"": s3d_fast, **rooms, "visualize": visualize}.items():
+        lines += [f"## {'.'.join(filter(None, ('s3d_fast', title)))}", "", "| name | what it is |", "|---|---|"]
         for name in sorted(module.__all__, key=str.lower):
             item = getattr(module, name)
             if not callable(item) and not inspect.ismodule(item):

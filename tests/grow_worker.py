@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import s3d_fast as s3d
-from s3d_fast.growth import grower as growth
+from s3d_fast.growth import split_step as growth
 from s3d_fast.models.mlp import MLP
 
 PHASES = 3

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import s3d_fast as s3d
 from s3d_fast.base.world import World, joined
+from s3d_fast.capture.sharding import of_all_processes
 from s3d_fast.growth.checkpoint import optimizer_tensors
 from s3d_fast.growth.record import Epoch
 from s3d_fast.growth.training import EpochTrainer
@@ -56,7 +57,8 @@ def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Ten
 
     graph = s3d.trace(model, inputs)
     mine = batches[world.rank :: world.size]
-    operators = world.shared(s3d.capture(model, F.cross_entropy, mine, graph, memory_budget=budget or None), len(mine))
+    captured = s3d.capture(model, F.cross_entropy, mine, graph, memory_budget=budget or None)
+    operators = of_all_processes(captured, len(mine), world)
     assert (operators.stream is None) == (budget == 0)
     tensors = {"loss": torch.tensor(operators.loss, dtype=torch.float64)}
     for unit, operator in operators.items():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from s3d_fast.base.world import World
 from s3d_fast.capture.all_batches import Captured
 from s3d_fast.operators import Provider, SplittingOperator, dense_all, matvec_all
 
@@ -103,6 +104,11 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
     result.loss = sum(count * loss for _, count, loss, *_ in everyone) / total
     result.plan, result.stream = captured.plan, captured.stream
     return result
+
+
+def of_all_processes(captured: Captured, batches: int, world: World) -> Captured:
+    """Return `sharded` operators, or the ones given where there is one process."""
+    return captured if world.size == 1 else sharded(captured, batches)
 
 
 def _locals(operators: Sequence[SplittingOperator]) -> list[SplittingOperator]:

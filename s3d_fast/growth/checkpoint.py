@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from s3d_fast.base.files import write_whole
 from s3d_fast.network import layers
 from s3d_fast.network.edgeconv import EdgeConv
+from s3d_fast.splitting.undo import AllOrNothing, set_size
 
 FORMAT = "s3d_fast grown network 1"
 # The attributes of modules that say how many channels they have; nothing else is set from a file.
@@ -37,7 +38,8 @@ def load_grown(model: nn.Module, path: str | os.PathLike[str]) -> None:
     optimizer afterwards.
 
     Raises:
-        ValueError: the file is not a grown network, or its layers are not those of the model. The model is unchanged.
+        ValueError: the file is not a grown network, its layers are not those of the model, or a layer does not let its
+            size be set. The model is unchanged, as it is after any other error.
         OSError: the file cannot be read.
     """
     tensors, record = read(path)
@@ -69,20 +71,33 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
         if tuple(tensor.shape) != wanted:
             raise ValueError(f"{name!r} must have shape {wanted} in this model, got {tuple(tensor.shape)} in the file")
 
-    for name, tensor in tensors.items():
-        owner, _, attribute = name.rpartition(".")
-        module, old = modules[owner], state[name]
-        new = tensor.to(old.device, old.dtype)
-        if new.shape == old.shape:
-            with torch.no_grad():
-                old.copy_(new)
-        elif isinstance(old, nn.Parameter):
-            module._parameters[attribute] = nn.Parameter(new, requires_grad=old.requires_grad)
-        else:
-            module._buffers[attribute] = new
-    for name, attributes in sizes.items():
-        for attribute, value in attributes.items():
-            setattr(modules[name], attribute, value)
+    # All that takes memory, or another device, comes before the first change.
+    loaded = {name: tensor.to(state[name].device, state[name].dtype) for name, tensor in tensors.items()}
+    with AllOrNothing(modules.values()) as change:
+        successors: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        for name, new in loaded.items():
+            owner, _, attribute = name.rpartition(".")
+            module, old = modules[owner], state[name]
+            if new.shape == old.shape and _can_be_written(old):
+                change.write(old, new)
+                continue
+            # A tensor that two layers share stays one tensor.
+            key = (id(old), tuple(new.shape))
+            if isinstance(old, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=old.requires_grad)
+                module._parameters[attribute] = successors.setdefault(key, new)
+            else:
+                module._buffers[attribute] = successors.setdefault(key, new)
+        # Layers inside others come first: the size of a whole may be that of its part.
+        for name, attributes in reversed(sizes.items()):
+            for attribute, value in attributes.items():
+                set_size(modules[name], attribute, value)
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Return whether other values can be copied into a tensor: an expanded one has fewer places than entries."""
+    places = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.numel() == 0 or places >= tensor.numel()) and not tensor.is_inference()
 
 
 def _wanted_shape(
@@ -115,8 +130,9 @@ def _wanted_shape(
     custom = layers.custom_layer(module)
     if custom is not None and attribute in custom.per_channel:
         # Such a module may have no size attribute: its tensors need to agree with one another.
-        first = tensors[f"{owner}.{custom.per_channel[0]}" if owner else custom.per_channel[0]]
-        channels = {size(name) for name in custom.size_attributes} or {len(first)}
+        names = (f"{owner}.{name}" if owner else name for name in custom.per_channel)
+        first = next(tensors[name] for name in names if name in tensors)
+        channels = {size(name) for name in custom.size_attributes} or set(first.shape[:1])
         return (min(channels), *now.shape[1:]) if len(channels) == 1 else tuple(now.shape)
     return tuple(now.shape)
 

@@ -102,18 +102,10 @@ class Grower:
         require.count("seed", seed, at_least=0)
         self.model, self.example_input, self.phases = model, example_input, phases
         self.train, self.trained, self.evaluate = train, trained, evaluate
-        self.splitting = SplitStep(
-            loss_fn=loss_fn,
-            batches=batches,
-            eps=eps,
-            selection={"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection,
-            solver={"tol": 1e-2} if solver is None else dict(solver),
-            memory_budget=memory_budget,
-            units=units,
-            plan=plan,
-            world=world,
-            progress=progress,
-        )
+        self.loss_fn, self.batches, self.eps = loss_fn, batches, eps
+        self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection
+        self.solver = {"tol": 1e-2} if solver is None else dict(solver)
+        self.memory_budget, self.units, self.plan = memory_budget, units, plan
         self.folder = None if out is None else RunFolder(out)
         self.seed, self.after_phase, self.world, self.progress = seed, after_phase, world, progress
         self.history: list[Phase] = []
@@ -123,7 +115,7 @@ class Grower:
         self._unfinished: tuple[Phase, RandomState] | None = None
         # Fails here, before any training, on a model that cannot be traced and on bad options.
         self._graph = trace(model, example_input)
-        self.splitting.check(self._graph)
+        self._split_step().check(self._graph)
         self.make_optimizer = optimizer
         self.optimizer = optimizer(model.parameters())
         check_optimizer(self.optimizer, model)
@@ -223,19 +215,33 @@ class Grower:
         self.phase = phase
         # A state of its own, so that a split that comes later, in a resumed run, is the same.
         seed_all(self.seed, phase.index, 1)
-        if not self.splitting(phase, self.model, self.optimizer, self.graph, self.folder):
+        if not self._split_step()(phase, self.model, self.optimizer, self.graph, self.folder):
             self.stopped = f"no neuron gains from a split after phase {phase.index}"
+
+    def _split_step(self) -> SplitStep:
+        return SplitStep(
+            loss_fn=self.loss_fn,
+            batches=self.batches,
+            eps=self.eps,
+            selection=self.selection,
+            solver=self.solver,
+            memory_budget=self.memory_budget,
+            units=self.units,
+            plan=self.plan,
+            world=self.world,
+            progress=self.progress,
+        )
 
     def _settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run it continues."""
         settings = {
-            "selection": self.splitting.selection,
-            "plan": self.splitting.plan,
+            "selection": self.selection,
+            "plan": self.plan,
             "trained": self.trained,
-            "solver": self.splitting.solver,
-            "eps": self.splitting.eps,
+            "solver": self.solver,
+            "eps": self.eps,
             "seed": self.seed,
-            "units": self.splitting.units,
+            "units": self.units,
             "optimizer": type(self.optimizer).__name__,
         }
         # A function is known by its name: its address changes from run to run.

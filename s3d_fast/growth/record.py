@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,15 +14,15 @@ EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """What happened in one epoch of training; NaN where it is not known. `epoch["loss"]` is `epoch.loss`.
+class Epoch(Mapping[str, Any]):
+    """What happened in one epoch of training; also a mapping, as history.jsonl has it: `epoch["loss"]`.
 
     Attributes:
         epoch: its number in the phase, from 0.
         loss: the mean training loss.
         learning_rate: the last one.
-        seconds: that it took.
-        samples: that were trained on, in all processes.
+        seconds: how long it took.
+        samples: how many samples all processes trained on.
         loss_scale: the factor on the loss in fp16; 1 in other precisions.
     """
 
@@ -39,9 +39,11 @@ class Epoch:
         except AttributeError:
             raise KeyError(name) from None
 
-    def keys(self) -> Iterator[str]:
-        """Yield the names of the fields."""
+    def __iter__(self) -> Iterator[str]:
         return (one.name for one in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from s3d_fast.base.batches import are_the_same
 from s3d_fast.base.losses import checked_loss
 from s3d_fast.base.world import World
 from s3d_fast.capture.all_batches import capture
-from s3d_fast.capture.sharding import sharded
+from s3d_fast.capture.sharding import of_all_processes
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.run_folder import RunFolder
 from s3d_fast.network.graph import Graph
@@ -108,8 +108,7 @@ class SplitStep:
                 memory_budget=self.memory_budget,
                 progress=self.progress,
             )
-            if self.world.size > 1:
-                operators = sharded(operators, len(batches))
+            operators = of_all_processes(operators, len(batches), self.world)
         phase.loss = operators.loss
         with timed(phase, "solve"):
             spectra = extremal_eigenpairs(operators, **{"progress": self.progress, **self.solver})

@@ -1,4 +1,4 @@
-"""What a recipe is: every number of an experiment, typed, checked and said in one place."""
+"""The Recipe class: every number of an experiment, typed and checked in one place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from s3d_fast.growth import schedules
 Demand = Callable[[str, Any], object]
 # (widths, classes) -> network
 Network = Callable[[Sequence[int], int], nn.Module]
-# The settings that say how many samples a split is computed on; one of them is given.
+# Alternative settings for the number of samples of a split; exactly one is given.
 SPLIT_DATA = ("split_samples", "split_share", "split_time")
 
 
@@ -30,7 +30,7 @@ def _setting(help: str, demand: Demand, default: Any = None) -> Any:
 
 
 def _each(demand: Demand) -> Demand:
-    """Return the demand on a tuple whose entries each meet a demand."""
+    """Return a demand that makes `demand` on every entry of a tuple."""
 
     def every(name: str, values: Any) -> None:
         if not isinstance(values, tuple):
@@ -39,6 +39,12 @@ def _each(demand: Demand) -> Demand:
             demand(name, value)
 
     return every
+
+
+def _share_of_epochs(name: str, value: Any) -> None:
+    require.number(name, value)
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must hold shares of the epochs in (0, 1], got {value!r}")
 
 
 def _one_of(*choices: str) -> Demand:
@@ -66,54 +72,54 @@ class Recipe:
     dataset: str  # a name in data.SETS
     network: Network
     splittable: str  # a regular expression: the units that may be split
-    full_widths: tuple[int, ...]  # the network that is grown towards, for comparisons
+    full_widths: tuple[int, ...]  # widths of the full-size network, for comparisons
     data_options: Mapping[str, int] = field(default_factory=dict)
     channels_last: bool = False
 
     widths: tuple[int, ...] = _setting("filters of every layer of the seed network", _each(require.count))
-    steps: int = _setting("splitting steps; there is a phase of training before each, and one after the last", _steps)
-    epochs: int = _setting("epochs of a phase", require.count)
-    batch_size: int = _setting("samples of a training batch", require.count)
-    train_samples: int | None = _setting("samples of the training set to use; all by default", require.count)
-    test_samples: int | None = _setting("samples of the test set to use; all by default", require.count)
-    optimizer: str = _setting("sgd or adam", _one_of("sgd", "adam"), "sgd")
-    learning_rate: float = _setting("at the start of a phase", require.positive, 0.1)
-    momentum: float = _setting("of sgd", require.below_one, 0.9)
-    weight_decay: float = _setting("of everything except BatchNorm and biases", require.not_negative, 1e-4)
+    steps: int = _setting("splitting steps; a phase of training comes before each, and one after the last", _steps)
+    epochs: int = _setting("epochs per phase", require.count)
+    batch_size: int = _setting("samples per training batch", require.count)
+    train_samples: int | None = _setting("training samples to use; all by default", require.count)
+    test_samples: int | None = _setting("test samples to use; all by default", require.count)
+    optimizer: str = _setting("optimizer: sgd or adam", _one_of("sgd", "adam"), "sgd")
+    learning_rate: float = _setting("learning rate at the start of a phase", require.positive, 0.1)
+    momentum: float = _setting("momentum of sgd", require.below_one, 0.9)
+    weight_decay: float = _setting("weight decay of everything except BatchNorm and biases", require.not_negative, 1e-4)
     schedule: str = _setting(
-        "of the learning rate in a phase: step, cosine or constant", _one_of("step", "cosine", "constant"), "step"
+        "learning rate schedule within a phase: step, cosine or constant", _one_of("step", "cosine", "constant"), "step"
     )
     decay_at: tuple[float, ...] = _setting(
-        "shares of the epochs at which the step schedule decays", _each(require.share), (0.5, 0.75)
+        "when the step schedule decays, as shares of the epochs", _each(_share_of_epochs), (0.5, 0.75)
     )
     decay: float = _setting("factor of the step schedule", require.positive, 0.1)
     warmup: float = _setting(
-        "epochs at the start of a phase in which the learning rate rises from 0", require.not_negative, 0.0
+        "epochs over which the learning rate rises from 0 at the start of a phase", require.not_negative, 0.0
     )
-    label_smoothing: float = _setting("of the training loss", require.below_one, 0.0)
+    label_smoothing: float = _setting("label smoothing of the training loss", require.below_one, 0.0)
     eps: float = _setting("size of a split", require.positive, 0.01)
     m: int = _setting("copies that a neuron is split into: 2, 3 or 4", _copies, 2)
     c: float = _setting("bound on the sum of the absolute weights of the copies; 1 is S2D", _bound, 1.3)
-    fraction: float | None = _setting("share of the filters that is split in a step", require.share)
+    fraction: float | None = _setting("share of the filters to split per step", require.share)
     macs: tuple[int, ...] | None = _setting(
-        "in place of fraction: the MACs that each step may grow to", _each(require.count)
+        "instead of fraction: the MACs that each step may grow to", _each(require.count)
     )
-    split_samples: int | None = _setting("training samples that the splitting matrices are computed on", require.count)
-    split_share: float | None = _setting("in place of split_samples: the share of the training set", require.share)
+    split_samples: int | None = _setting("training samples for computing the splitting matrices", require.count)
+    split_share: float | None = _setting("instead of split_samples: the share of the training set", require.share)
     split_time: float | None = _setting(
-        "in place of split_samples: the share of an epoch's time that a split may take", require.share
+        "instead of split_samples: the share of an epoch's time that a split may take", require.share
     )
-    split_batch: int = _setting("samples of a batch of those", require.count, 256)
+    split_batch: int = _setting("samples per batch for splitting", require.count, 256)
     memory_budget: str | None = _setting(
-        "bytes that splitting operators may take, such as 4GiB; no limit by default", as_bytes
+        "memory for the splitting operators, such as 4GiB; no limit by default", as_bytes
     )
     tol: float = _setting("accuracy of eigenpairs, relative to the spectral radius", require.positive, 1e-2)
 
     def __post_init__(self) -> None:
-        """Check every setting, alone and beside the others.
+        """Check every setting, alone and together with the others.
 
         Raises:
-            ValueError: names the setting, what it is and what it must be.
+            ValueError: a setting is bad; the message names it, its value and what it must be.
         """
         for one in fields(self):
             value = getattr(self, one.name)
@@ -122,7 +128,7 @@ class Recipe:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raise ValueError on settings that do not go together."""
+        """Raise ValueError if settings contradict each other."""
         if len(self.widths) != len(self.full_widths):
             raise ValueError(f"widths must be {len(self.full_widths)} positive integers, got {self.widths!r}")
         given = [name for name in SPLIT_DATA if getattr(self, name) is not None]
@@ -139,11 +145,13 @@ class Recipe:
 
     @classmethod
     def settings(cls) -> dict[str, tuple[str, str]]:
-        """Return the settings that may be overridden: name -> (type, what it means)."""
+        """Return the settings that may be overridden: name -> (type, help)."""
         return {f.name: (str(f.type), f.metadata["help"]) for f in fields(cls) if "help" in f.metadata}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with some settings changed; of those that stand for one another, the new one replaces.
+        """Return the recipe with some settings changed.
+
+        Settings that are alternatives, such as fraction and macs, replace each other.
 
         Raises:
             ValueError: there is no such setting, or its value is bad.
@@ -151,7 +159,7 @@ class Recipe:
         changed = dict(settings)
         for name, value in changed.items():
             if name not in self.settings():
-                raise ValueError(f"{name!r} is not a setting of a recipe; there are {', '.join(self.settings())}")
+                raise ValueError(f"{name!r} is not a setting of a recipe; use one of {', '.join(self.settings())}")
             if isinstance(value, list):
                 changed[name] = tuple(value)
         for alternatives in (("fraction", "macs"), SPLIT_DATA):
@@ -160,12 +168,12 @@ class Recipe:
         return replace(self, **changed)
 
     def as_settings(self) -> dict[str, Any]:
-        """Return the settings as plain data, which `with_settings` takes back."""
+        """Return the settings as plain data, which `with_settings` accepts."""
         every = asdict(replace(self, data_options={}))
         return {name: every[name] for name in self.settings()}
 
     def learning_rates(self) -> schedules.Schedule:
-        """Return the schedule of a phase."""
+        """Return the learning rate schedule of a phase."""
         plain = {
             "step": lambda: schedules.step_decay(self.epochs, self.decay_at, self.decay),
             "cosine": lambda: schedules.cosine(self.epochs),

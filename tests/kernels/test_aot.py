@@ -21,7 +21,7 @@ from s3d_fast.kernels.device import Device
 from s3d_fast.kernels.launch import Config
 from s3d_fast.kernels.products import product_form
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs" / "gpu.json"
 
 

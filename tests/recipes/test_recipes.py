@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import s3d_fast as s3d
 from s3d_fast import data
-from s3d_fast.growth import grower as growth
+from s3d_fast.growth import split_step as growth
 from s3d_fast.network.edgeconv import EdgeConv
 from s3d_fast.recipes import PRESETS, RECIPES, Recipe, recipe
 from s3d_fast.recipes.baselines import parameter_count

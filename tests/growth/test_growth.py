@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import s3d_fast as s3d
-from s3d_fast.growth import grower as growth
+from s3d_fast.growth import split_step as growth
 from s3d_fast.models.mlp import MLP
 from s3d_fast.recipes.baselines import random_plan
 from tests import grow_worker
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STAGES = {"train", "evaluate", "capture", "solve", "select", "split", "measure"}
 cross_entropy = nn.functional.cross_entropy
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from s3d_fast.base.world import ALONE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def torchrun(ranks: int, folder: Path, stage: str = "none", rank: int = 0) -> tuple[int, str, float, str]:

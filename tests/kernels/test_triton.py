@@ -161,11 +161,11 @@ def layers() -> list[SplittingOperator]:
 
 def test_lanczos_waits_once_per_check_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     operators, checks, kept = layers(), [], []
-    check, keep = lanczos._check, lanczos._Layer.keep
+    check, keep = lanczos._check, lanczos._Spaces.keep
     monkeypatch.setattr(
         lanczos, "_check", lambda *arguments, **keywords: (checks.append(1), check(*arguments, **keywords))
     )
-    monkeypatch.setattr(lanczos._Layer, "keep", lambda self, index: (kept.append(index), keep(self, index)))
+    monkeypatch.setattr(lanczos._Spaces, "keep", lambda self, index: (kept.append(index), keep(self, index)))
     with waiting(monkeypatch) as calls:
         spectra = s3d.extremal_eigenpairs(operators, tol=1e-4, backend="triton")
     # Some filters left before others, which is where indices are needed.

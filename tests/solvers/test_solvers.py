@@ -12,7 +12,7 @@ from torch import Tensor
 from s3d_fast import PointwiseOperator, Spectrum, SplittingOperator, SumOperator, extremal_eigenpairs
 from s3d_fast.solvers import lanczos
 from tests.cases import CONVS, EDGES, RowsCase
-from tests.test_operators import operator_of
+from tests.operators.test_operators import operator_of
 
 SOLVERS = ("lanczos", "rayleigh", "exact")
 D = 24

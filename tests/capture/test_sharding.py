@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from s3d_fast.base.world import ALONE
 from tests import shard_worker
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Found = tuple[dict[str, torch.Tensor], str]
 
 each_case = pytest.mark.parametrize(

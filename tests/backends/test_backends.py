@@ -22,16 +22,16 @@ from s3d_fast import (
     activation,
     extremal_eigenpairs,
 )
-from s3d_fast.backends import choice, operations
+from s3d_fast.backends import choice, extension, operations
 from s3d_fast.backends.choice import choose
 from s3d_fast.maths.reference import Widening
 from s3d_fast.operators.cost import prefers_exact
 from tests.cases import CONVS, EDGES, EdgeCase, RowsCase, random_vectors, relative_error
 from tests.extension_cases import good_calls
-from tests.test_operators import operator_of
+from tests.operators.test_operators import operator_of
 
-compiled = pytest.mark.skipif(s3d.extension.module is None, reason=s3d.extension.why_not or "it is there")
-ROOT = Path(__file__).parents[1]
+compiled = pytest.mark.skipif(extension.module is None, reason=extension.why_not or "it is there")
+ROOT = Path(__file__).parents[2]
 
 X, C, V = *RowsCase(120, 9, 5).tensors(), random_vectors(5, 9)
 POINTS, NEIGHBOURS, SLOT, POINTS_C = EdgeCase(2, 11, 4, 3, 5).tensors()
@@ -217,11 +217,11 @@ import sys
 import torch
 import s3d_fast as s3d
 from s3d_fast import env
-from s3d_fast.backends import choice, operations
+from s3d_fast.backends import choice, extension, operations
 from s3d_fast.backends.choice import choose
 from s3d_fast.maths import reference
 
-assert s3d.extension.module is None
+assert extension.module is None
 X, C, V = torch.rand(6, 4), torch.rand(6, 3), torch.rand(3, 4)
 assert torch.equal(operations.splitting_matvec(X, C, V), reference.splitting_matvec(X, C, V))
 assert s3d.extremal_eigenpairs((X, C), solver="auto").converged.all()
@@ -276,9 +276,9 @@ except ModuleNotFoundError as error:
 def test_env_prints_every_backend() -> None:
     printed = python("-m", "s3d_fast.env")
     assert all(f"backend {name}" in printed for name in choice.NAMES if name != "auto")
-    if s3d.extension.module is not None:
-        assert all(name in printed for name in s3d.extension.module.compiled_isas())
-        assert f"{s3d.extension.module.available_isas()[0]} (in use)" in printed
+    if extension.module is not None:
+        assert all(name in printed for name in extension.module.compiled_isas())
+        assert f"{extension.module.available_isas()[0]} (in use)" in printed
 
 
 @compiled

@@ -372,7 +372,7 @@ print(*(float(s.lambda_min.sum() + s.lambda_max.sum()) for s in spectra.values()
 
 def run_worker(budget: str) -> tuple[int, int, str, list[float]]:
     command = [sys.executable, "-c", WORKER, budget]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent).stdout
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
     first, second = out.strip().splitlines()
     peak, held, places = first.split(" ", 2)
     return int(peak), int(held), places, [float(value) for value in second.split()]
