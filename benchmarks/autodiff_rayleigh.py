@@ -1,8 +1,8 @@
-"""Rayleigh-quotient descent by automatic differentiation, as in the paper's appendix: what users had before.
+"""Rayleigh-quotient descent by automatic differentiation, the method of the paper's appendix.
 
-Every neuron's output is given an extra term y/2 act''(z) (s v.x)^2. At y = 0 the network is unchanged, and the
-derivative of its loss with respect to y is v^T S v / 2 for all neurons at once; differentiating the quotient by v gives
-the direction of descent. Every step evaluates the network forwards and backwards.
+Every neuron's output gets an extra term y/2 act''(z) (s v.x)^2. At y = 0 the network is unchanged, and the derivative
+of its loss with respect to y is v^T S v / 2 for all neurons at once. The gradient of the quotient with respect to v
+gives the direction of descent. Every step evaluates the network forwards and backwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class AutodiffRayleigh:
     """Descent and ascent on the Rayleigh quotients of all units of a model of convolutions with BatchNorm.
 
     Args:
-        model: in eval mode meanwhile.
+        model: evaluated in eval mode.
         graph: from `s3d_fast.trace`.
         starts: unit vectors (M, D) by unit.
     """
@@ -62,7 +62,7 @@ class AutodiffRayleigh:
                 self.V[name] = F.normalize(V, dim=-1).requires_grad_()
 
     def _outputs(self, x: Tensor, seen: dict[str, tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        """Return the model's output, and keep input, activation input and activation output of every unit."""
+        """Return the model's output; store input, activation input and activation output of every unit in `seen`."""
         handles, inputs = [], {}
         modules = dict(self.model.named_modules())
 

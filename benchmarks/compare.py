@@ -17,7 +17,7 @@ Call = Callable[[], object]
 
 
 class Limit:
-    """What bounds an operation, measured in the same rounds: so much work, done by something at full speed."""
+    """A hardware limit, measured in the same rounds: `run` does `work` flops or bytes at full speed."""
 
     def __init__(self, name: str, work: float, run: Call) -> None:
         self.name, self.work, self.run = name, work, run
@@ -27,7 +27,7 @@ GEMM = {torch.float32: "sgemm", torch.float64: "dgemm", torch.bfloat16: "bf16 ge
 
 
 def matmul_peak(dtype: torch.dtype = torch.float32) -> Limit:
-    """Return the flops of a large square matrix product by the vendor's library, large enough to fill the device."""
+    """Return the limit of arithmetic: a matrix product by the vendor's library, large enough to fill the device."""
     size = 1024 if ON_CPU else 8192
     A = torch.randn(size, size, device=DEVICE).to(dtype)
     out = torch.empty_like(A)
@@ -35,21 +35,21 @@ def matmul_peak(dtype: torch.dtype = torch.float32) -> Limit:
 
 
 def copy_bandwidth(megabytes: int = 128) -> Limit:
-    """Return the bytes read and written by a copy between two tensors that exist and are too large for any cache."""
+    """Return the limit of bandwidth: a copy between two existing tensors that are too large for any cache."""
     source = torch.ones(megabytes << 20, dtype=torch.uint8, device=DEVICE)
     target = torch.ones_like(source)
     return Limit("copy", 2 * source.numel(), lambda: target.copy_(source))
 
 
 def clone_bandwidth(tensors: Sequence[torch.Tensor]) -> Limit:
-    """Return the bytes read and written by copying tensors into memory that is allocated for it."""
+    """Return the limit of bandwidth into new memory: copies of tensors into memory allocated for them."""
     total = sum(tensor.nbytes for tensor in tensors)
     return Limit("clone", 2 * total, lambda: [tensor.clone() for tensor in tensors])
 
 
 @contextlib.contextmanager
 def plain_pytorch() -> Iterator[None]:
-    """Let everything compute as if there were no backend but the reference."""
+    """Make every operation use the reference backend."""
     resolve, operations.resolve_backend = operations.resolve_backend, lambda backend, *tensors: "reference"
     try:
         yield
@@ -71,10 +71,10 @@ def compare(
 
     Args:
         others: the competitors by name; a ratio above 1 says that ours is faster.
-        limits: what ours is bounded by.
-        work: of ours, in the unit of the limits: flops or bytes.
-        aims: by name of a competitor or of a limit, what the ratio should be at least.
-        rounds: the ratio is the median over rounds of the competitor's time over ours in the same round.
+        limits: the hardware limits of ours.
+        work: the work of ours, in the unit of the limits: flops or bytes.
+        aims: the smallest ratio wanted, by name of a competitor or limit.
+        rounds: how many rounds; a ratio is the median over rounds of the competitor's time over ours.
     """
     calls = {**others, **{limit.name: limit.run for limit in limits}}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -99,10 +99,10 @@ def compare(
         name: statistics.median(theirs / own for theirs, own in zip(measured, mine, strict=True))
         for name, measured in times.items()
     }
-    # Of a limit, the fraction of its speed; of a competitor, how many times faster than it.
+    # For a limit: the fraction of it that ours reaches. For a competitor: how many times faster ours is.
     ratios.update({limit.name: ratios[limit.name] * work / limit.work for limit in limits})
     benchmark.extra_info["ratios"] = ratios
-    # Aims are for CPUs.
+    # The aims are set for CPUs.
     benchmark.extra_info["aims"] = dict(aims or {}) if ON_CPU else {}
 
 

@@ -1,4 +1,4 @@
-"""Threads and device of the benchmarks: fixed, and reported; and the machine's name in what they write."""
+"""Fixes and reports the threads and the device of the benchmarks, and records the machine in their JSON."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _threads_and_device() -> None:
 
 
 def pytest_report_header() -> str:
-    """Say how many threads the figures belong to."""
+    """Return the header line: version, threads and device of the figures."""
     where = device.why_not() or device.name()
     return f"torch {torch.__version__}, {THREADS} threads, device {device.DEVICE}: {where}"
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Put what `python -m s3d_fast.env` says into the JSON."""
+    """Write the output of `python -m s3d_fast.env` into the JSON."""
     machine_info["s3d_fast"] = {**env.report(), "threads": str(THREADS), "device": device.DEVICE}

@@ -10,26 +10,26 @@ import torch
 
 DEVICE = os.environ.get("S3D_DEVICE", "cpu")
 ON_CPU = DEVICE == "cpu"
-# The fast backend there, by name: a benchmark of what "auto" falls back to would mislead.
+# The fast backend of the device, by name: "auto" could fall back to a slower one.
 BACKEND = "cpu" if ON_CPU else "triton"
 
 
 def why_not() -> str:
-    """Return why nothing can be timed on the device; empty if it can."""
+    """Return why the device cannot be used; empty if it can."""
     if DEVICE not in ("cpu", "cuda"):
         return f"S3D_DEVICE must be cpu or cuda, got {DEVICE!r}"
     if DEVICE == "cuda" and not torch.cuda.is_available():
-        return "S3D_DEVICE is cuda, and PyTorch sees no GPU"
+        return "S3D_DEVICE is cuda, but PyTorch sees no GPU"
     return ""
 
 
 def name() -> str:
-    """Return what the device is called."""
+    """Return the name of the device."""
     return "CPU" if ON_CPU else torch.cuda.get_device_name()
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return how long a call takes: by events on a GPU, from its first to its last kernel."""
+    """Return how many seconds a call takes; on a GPU, by events, from its first to its last kernel."""
     if ON_CPU:
         start = time.perf_counter()
         call()

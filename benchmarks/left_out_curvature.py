@@ -1,7 +1,7 @@
-"""How far the loss change of MobileNetV1's splits is from the predicted one: python -m benchmarks.left_out_curvature.
+"""Measured against predicted loss changes of MobileNetV1's splits: python -m benchmarks.left_out_curvature.
 
-The splitting matrix of a layer that a depthwise convolution follows leaves out the curvature of the depthwise layer's
-own activation. This measures what that is worth, on a network trained on scikit-learn's digits, enlarged to 32 x 32.
+If a depthwise convolution follows a layer, the layer's splitting matrix leaves out the curvature of the depthwise
+layer's own activation. This measures the effect on a network trained on scikit-learn's digits, enlarged to 32 x 32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast batches are made, next to how fast a small network is trained on them, on one thread.
+"""The speed of loading batches, next to the speed of training a small network on them, on one thread.
 
 python -m benchmarks.loading [--data PATH]
 """
@@ -31,13 +31,13 @@ from s3d_fast.recipes import recipe
 
 ROUNDS = 3
 POINTS = 128
-# JPEGs of an epoch.
+# JPEGs per epoch.
 IMAGES = 256
 
 
 @dataclass
 class Feed:
-    """Ways to load what one network is trained on; figures are samples per second, one per round."""
+    """The sources of one network's training data; rates are samples per second, one per round."""
 
     network: str
     model: nn.Module
@@ -48,7 +48,7 @@ class Feed:
     trained: list[float] = field(default_factory=list)
 
     def run(self) -> None:
-        """Time an epoch of every source, and some steps of training on what came out."""
+        """Time an epoch of every source, and a few training steps on the last batch."""
         for name, source in self.sources.items():
             x, y, rate = self._load(source)
             self.loaded.setdefault(name, []).append(rate)
@@ -62,7 +62,7 @@ class Feed:
             yield [name, f"{loaded:,.0f}", self.network, f"{trained:,.0f}", f"{ratio:.2f}"]
 
     def _load(self, source: Source) -> tuple[Tensor, Tensor, float]:
-        # A whole epoch: workers start and stop in it, and what they have made is used.
+        # Time a whole epoch: it includes starting and stopping the workers, and every batch they made is used.
         batches = source.batches(self.batch_size, train=True)
         start = time.perf_counter()
         for batch in batches:
@@ -87,7 +87,7 @@ class Feed:
 
 
 def cifar_feed(path: Path | None) -> Feed:
-    """Return CIFAR-100, or bytes in its shape."""
+    """Return CIFAR-100, or random bytes of the same shape."""
     dataset = _if_there(cifar100, path)
     source: Source = ArraySource(
         torch.randint(0, 256, (20_000, 3, 32, 32), dtype=torch.uint8),
@@ -101,7 +101,7 @@ def cifar_feed(path: Path | None) -> Feed:
 
 
 def modelnet_feed(path: Path | None) -> Feed:
-    """Return ModelNet40, or random clouds in its shape."""
+    """Return ModelNet40, or random clouds of the same shape."""
     dataset = _if_there(partial(modelnet40, points=POINTS), path)
     source: Source = ArraySource(
         torch.randn(2000, 1024, 3),
@@ -115,7 +115,7 @@ def modelnet_feed(path: Path | None) -> Feed:
 
 
 def jpeg_feed(path: Path | None, folder: Path) -> Feed:
-    """Return ImageNet with one and two workers, or synthetic JPEGs, these also in a tar."""
+    """Return ImageNet with one and two workers, or synthetic JPEGs in files and in a tar."""
     datasets = [_if_there(partial(imagenet, workers=workers), path) for workers in (1, 2)]
     if datasets[0] is not None and datasets[1] is not None:
         sources = {
@@ -154,7 +154,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--data", type=Path, help="a folder with CIFAR-100, ModelNet40 or ImageNet; else synthetic data"
+        "--data", type=Path, help="a folder with CIFAR-100, ModelNet40 or ImageNet; synthetic data by default"
     )
     path = parser.parse_args().data
     torch.set_num_threads(1)
@@ -178,7 +178,7 @@ def _if_there(read: Callable[[Path], Dataset], path: Path | None) -> Dataset | N
 
 
 def _photograph(generator: np.random.Generator) -> Image.Image:
-    # Noise of several sizes, the larger the stronger, compresses to about the bytes of a photograph.
+    # Noise at several scales, strongest at the coarsest, compresses to about the size of a photograph.
     total = np.zeros((375, 500, 3))
     for across in (4, 16, 64, 256):
         noise = generator.integers(0, 256, (max(2, across * 3 // 4), across, 3), dtype=np.uint8)

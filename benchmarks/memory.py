@@ -1,4 +1,4 @@
-"""The memory that S v takes beyond its inputs and its result, on a CPU each in a process of its own.
+"""The memory of S v beyond its inputs and its result; on a CPU, each measurement runs in its own process.
 
 python -m benchmarks.memory cpu 65536 64 64 float32 2
 """
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def extra_memory(backend: str, case: RowsCase) -> int:
-    """Return the bytes that one product takes at its peak; on a CPU measured in a fresh process."""
+    """Return the peak bytes of one product beyond its inputs and result; on a CPU, measured in a fresh process."""
     if not ON_CPU:
         return _measure_gpu(backend, case)
     dtype = str(case.dtype).removeprefix("torch.")
@@ -38,16 +38,16 @@ def extra_memory(backend: str, case: RowsCase) -> int:
 
 
 def peak_memory(call: Callable[[], Result]) -> tuple[Result, int]:
-    """Return what a call returns, and the most memory that this process has had meanwhile."""
-    # Makes the peak what is used now.
+    """Return the result of a call, and the peak memory of this process during the call."""
+    # Reset the peak to the current use.
     Path("/proc/self/clear_refs").write_text("5")
     result = call()
     return result, _status("VmHWM")
 
 
 def resident_memory() -> int:
-    """Return the memory that this process has now."""
-    # What was freed is given back first.
+    """Return the memory that this process uses now."""
+    # Give freed memory back to the system first.
     ctypes.CDLL(None).malloc_trim(0)
     return _status("VmRSS")
 
@@ -62,7 +62,7 @@ def _status(key: str) -> int:
 def _measure(backend: str, case: RowsCase) -> int:
     X, C = case.tensors()
     V = random_vectors(case.M, case.D, dtype=case.dtype)
-    # Threads and libraries take memory of their own when they are first used.
+    # Threads and libraries allocate memory when they are first used.
     small = RowsCase(64, 8, 8, case.dtype)
     operations.splitting_matvec(
         *small.tensors(), random_vectors(8, 8, dtype=case.dtype), backend=backend, check_finite=False

@@ -1,8 +1,8 @@
-"""How far the loss change of DGCNN's splits is from the predicted one: python -m benchmarks.rebuilt_graphs.
+"""Measured against predicted loss changes of DGCNN's splits: python -m benchmarks.rebuilt_graphs.
 
-A split moves the features of all points a little, and with them the neighbours that the next EdgeConv layer finds, and
-the winners of its maxima; the splitting matrix takes both as given. This measures both changes of the loss, with graphs
-that are rebuilt from the features and with those of the network before the split, on point clouds of simple shapes.
+A split moves the features of all points a little. This can change the neighbours that the next EdgeConv layer finds and
+the winners of its maxima; the splitting matrix assumes that both stay the same. This measures the change of the loss
+twice, with graphs rebuilt from the new features and with the graphs from before the split, on clouds of simple shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOUDS, POINTS = 64, 64
 
 
 def shapes(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return point clouds on noisy spheres, boxes, rings and rods, and which they are."""
+    """Return point clouds of noisy spheres, boxes, rings and rods, and their classes."""
     target = torch.arange(CLOUDS) % 4
     points = torch.randn(CLOUDS, POINTS, 3, dtype=torch.float64, generator=generator)
     sphere = F.normalize(points, dim=-1)
@@ -40,7 +40,7 @@ def shapes(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def same_graphs(model: nn.Module, x: Tensor) -> Iterator[None]:
-    """Let every EdgeConv layer, also of copies of the model, use the graph that it builds in this model on x."""
+    """Make every EdgeConv layer, in copies of the model too, use the graph that this model builds on x."""
     search, graphs = EdgeConv.neighbours, []
 
     def remember(self: EdgeConv, features: Tensor) -> Tensor:
@@ -58,14 +58,14 @@ def same_graphs(model: nn.Module, x: Tensor) -> Iterator[None]:
 
 @torch.no_grad()
 def change(model: nn.Module, plan: s3d.SplitPlan, eps: float, x: Tensor, y: Tensor) -> float:
-    """Return the change of the loss by a split, over the predicted one."""
+    """Return the measured change of the loss by a split, divided by the predicted one."""
     grown = copy.deepcopy(model)
     s3d.apply_splits(grown, plan, eps)
     return float(F.cross_entropy(grown(x), y) - F.cross_entropy(model(x), y)) / plan.predicted_change(eps)
 
 
 def trained(seed: int, activation: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a network that has learned to tell the shapes apart, and the clouds."""
+    """Return a network trained to classify the shapes, the clouds and their classes."""
     torch.manual_seed(seed)
     model = DGCNN((16, 16, 16), 4, k=8, embedding=32, hidden=(16,), activation=activation).double()
     x, y = shapes(torch.Generator().manual_seed(seed))
@@ -78,7 +78,7 @@ def trained(seed: int, activation: Callable[[], nn.Module]) -> tuple[nn.Module, 
 
 
 def main() -> None:
-    """Print the measured change over the predicted one for splits of the EdgeConv layers."""
+    """Print measured / predicted changes of the loss for splits of the EdgeConv layers."""
     rows = [["activation", "eps", "graphs", "measured / predicted: median", "least", "greatest"]]
     for name, activation in (("SiLU", nn.SiLU), ("LeakyReLU", leaky)):
         found: dict[tuple[float, str], list[float]] = {}

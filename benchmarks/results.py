@@ -1,12 +1,12 @@
-"""The experiments of docs/results.md on real data: runs them, and sums them up in docs/results.json.
+"""Run the experiments of docs/results.md on real data, and summarise them in docs/results.json.
 
     python -m benchmarks.results run --cifar100 PATH --modelnet40 PATH [--jobs 2] [--out runs/results]
     python -m benchmarks.results time [--out runs/results]
     python -m benchmarks.results summary [--out runs/results]
 
-`run` calls the command line, one thread for each run and `--jobs` of them at a time; runs that are finished are not run
-again, and those that were interrupted go on. `time` measures forward passes side by side, and wants an idle machine.
-docs/make_results.py makes docs/results.md of the summary.
+`run` calls the command line with one thread per run, `--jobs` runs at a time. It skips finished runs and resumes
+interrupted ones. `time` measures forward passes side by side and needs an idle machine. docs/make_results.py turns the
+summary into docs/results.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Experiment:
-    """A call of `s3d-fast grow`, and the file that must be there before it can begin."""
+    """A call of `s3d-fast grow`, and the file that must exist before it can start."""
 
     name: str
     recipe: str
@@ -51,7 +51,7 @@ class Experiment:
 
 
 def experiments(out: Path) -> list[Experiment]:
-    """Return all runs, in the order in which they are best begun."""
+    """Return all runs, in the best order to start them."""
     found = []
     for recipe, methods in (
         ("cifar100-mobilenet", ("s3d", "s2d", "net2net")),
@@ -74,7 +74,7 @@ def experiments(out: Path) -> list[Experiment]:
                 found.append(Experiment(f"{recipe}-uniform-{seed}", recipe, like, finished))
                 alone = (*like, "--scratch", "phase")
                 found.append(Experiment(f"{recipe}-scratch-{seed}", recipe, alone, finished))
-                # c = 1 and c = 1.3 are the first steps of S2D and S3D.
+                # The first steps of S2D and S3D cover c = 1 and c = 1.3.
                 found += [
                     Experiment(f"{recipe}-c{c}-{seed}", recipe, (*start, "--steps", "1", "--c", str(c)), trained)
                     for c in BOUNDS
@@ -84,11 +84,11 @@ def experiments(out: Path) -> list[Experiment]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run what is not finished, several at a time."""
+    """Run all unfinished experiments, several at a time."""
     paths = {"cifar100-mobilenet": options.cifar100, "modelnet40-dgcnn": options.modelnet40}
     waiting = [e for e in experiments(options.out) if paths[e.recipe] and not (options.out / e.name / "done").exists()]
     lock, failed = threading.Lock(), []
-    running: set[str] = set()  # names of those under way
+    running: set[str] = set()  # names of the experiments under way
 
     def take() -> Experiment | None:
         with lock:
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
             if experiment is None:
                 if waiting and not running:
                     failed.append(waiting[0].name)
-                    print(f"{waiting[0].name} needs {waiting[0].needs}, which nothing makes", flush=True)
+                    print(f"{waiting[0].name} needs {waiting[0].needs}, which no experiment makes", flush=True)
                 time.sleep(1)
                 continue
             folder = options.out / experiment.name
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def time_forward(options: argparse.Namespace) -> None:
-    """Measure forward passes of the grown DGCNNs and of the full-width one, in turns; and how fast data are loaded."""
+    """Time forward passes of the grown and the full-width DGCNNs, in turns; and the loading of data."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for method in ("s3d", "s2d"):
@@ -159,7 +159,7 @@ def time_forward(options: argparse.Namespace) -> None:
 
 
 def _in_turns(models: list[torch.nn.Module], x: torch.Tensor, rounds: int = 15) -> list[float]:
-    """Return the median seconds of each model's forward pass; they take turns, so that all meet the same noise."""
+    """Return the median seconds of each model's forward pass; they take turns, so that all see the same noise."""
     seconds: list[list[float]] = [[] for _ in models]
     with torch.no_grad():
         for _ in range(rounds + 2):
@@ -171,7 +171,7 @@ def _in_turns(models: list[torch.nn.Module], x: torch.Tensor, rounds: int = 15) 
 
 
 def summary(options: argparse.Namespace) -> None:
-    """Write docs/results.json: what the tables and sentences of docs/results.md are made of."""
+    """Write docs/results.json, from which the tables of docs/results.md are made."""
     runs = {}
     for experiment in experiments(options.out):
         folder = options.out / experiment.name
@@ -213,7 +213,7 @@ def summary(options: argparse.Namespace) -> None:
 
 
 def _signed(run: report.Run, phase: report.PhaseRecord) -> dict[str, list[int]]:
-    """Return, for several bounds c, how many of the chosen splits would have a negative weight, and of how many."""
+    """Return, by bound c, how many chosen splits would have a negative weight, and how many splits are chosen."""
     if run.method not in ("s3d", "s2d") or not phase.is_split:
         return {}
     spectra = report.read_spectra(run.folder, phase.index).values()
@@ -227,7 +227,7 @@ def _signed(run: report.Run, phase: report.PhaseRecord) -> dict[str, list[int]]:
 
 
 def main() -> None:
-    """Parse and do."""
+    """Parse the command line and run one of the three steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "time", "summary"))
     parser.add_argument("--cifar100", help="path of the data")

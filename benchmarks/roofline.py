@@ -1,11 +1,11 @@
-"""What the kernels could at best do on GPUs that are not here: python -m benchmarks.roofline.
+"""The best possible speed of the kernels on GPUs, by a roofline model: python -m benchmarks.roofline.
 
-A MODEL, NOT A MEASUREMENT. A kernel takes the longest of: its arithmetic at the peak rate, its memory traffic at the
-peak bandwidth, and its reads from the level-2 cache at that one's; plus a fixed time per launch. Its arithmetic takes
-longer by the idle part of its last wave of programs, its traffic by processors without a program. Programs, tiles and
-slices are those that the kernels' own code would launch; registers and shared memory, which say how many programs a
-processor holds, are those that the compiler used (docs/gpu.json, written by python -m s3d_fast.kernels.aot). The
-unfused form is that of s3d_fast.reference with every operation at the peaks and no wave idle: better than it can be.
+A MODEL, NOT A MEASUREMENT. A kernel takes the longest of three times, plus a fixed time per launch: its arithmetic at
+the peak rate, its memory traffic at the peak bandwidth, and its reads from the level-2 cache at the cache's bandwidth.
+An idle part of the last wave of programs slows the arithmetic; processors without a program slow the traffic.
+Programs, tiles and slices are those that the kernels' own code would launch. Registers and shared memory, which limit
+how many programs a processor holds, come from the compiler (docs/gpu.json, written by python -m s3d_fast.kernels.aot).
+The unfused form is s3d_fast.maths.reference with every operation at the peaks and no idle wave, which favours it.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ TABLE = Path(__file__).parents[1] / "docs" / "gpu.json"
 
 @dataclass(frozen=True)
 class Gpu:
-    """The peaks of a GPU, from its maker's data sheet; per second."""
+    """The peak rates of a GPU per second, from its vendor's data sheet."""
 
     target: str
     memory: float  # bytes
     cache: float  # bytes read from level 2
     flops: dict[str, float]
-    registers: int  # of a processor
-    threads: int  # that a processor holds
-    shared_memory: int  # of a processor, bytes
+    registers: int  # per processor
+    threads: int  # per processor, at most
+    shared_memory: int  # bytes per processor
     warp: int
 
 
-# NVIDIA A100 80GB SXM, H100 SXM and AMD Instinct MI300X data sheets. Level 2: 5120 bytes a clock on A100 (its
-# whitepaper), taken to hold on H100 too; the peak of the Infinity Cache on MI300X.
+# NVIDIA A100 80GB SXM, H100 SXM and AMD Instinct MI300X data sheets. Level 2: 5120 bytes per clock on A100 (from its
+# whitepaper), assumed for H100 too; the peak of the Infinity Cache on MI300X.
 GPUS = {
     "A100": Gpu("sm_80", 2.039e12, 5120 * 1.41e9, {"fp32": 19.5e12, "bf16": 312e12}, 65536, 2048, 167936, 32),
     "H100": Gpu("sm_90", 3.35e12, 5120 * 1.755e9, {"fp32": 66.9e12, "bf16": 989e12}, 65536, 2048, 233472, 32),
     "MI300X": Gpu("gfx942", 5.3e12, 17.2e12, {"fp32": 163.4e12, "bf16": 1307e12}, 131072, 2048, 65536, 64),
 }
-# From one kernel's end to the next one's start, when launches are queued; and what a launch costs a host that is not
-# ahead of the device.
+# The time between two queued kernels, and the time of a launch when the host is not ahead of the device.
 GAP, HOST_LAUNCH = 2e-6, 5e-6
 # Lanczos products of a layer: see test_lanczos in benchmarks/test_solvers.py.
 STEPS = 44
@@ -65,7 +64,7 @@ STEPS = 44
 
 @dataclass
 class Work:
-    """Something that a GPU does: in one launch or more."""
+    """The work of a GPU in one or more launches."""
 
     flops: float = 0
     bytes: float = 0
@@ -90,7 +89,7 @@ class Work:
 class Busy:
     """How much of the GPU the programs of a kernel use."""
 
-    waves: float = 1.0  # the fraction of all waves, the last one included, that is not idle
+    waves: float = 1.0  # the fraction of all waves, including the last, that is not idle
     processors: float = 1.0  # the fraction of processors that have a program
 
 
@@ -106,13 +105,13 @@ def kernel(gpu: Gpu, dtype: str, flops: float, moved: float, cached: float = 0, 
 
 
 class Table:
-    """What the compiler made of the kernels."""
+    """Registers and shared memory of the compiled kernels."""
 
     def __init__(self, path: Path) -> None:
         self.entries = json.loads(path.read_text())
 
     def busy(self, gpu: Gpu, dtype: str, name: str, programs: int, warps: int) -> Busy:
-        """Return how much of the GPU so many programs of a kernel use."""
+        """Return how much of the GPU this many programs of a kernel use."""
         wanted = (name, gpu.target, dtype)
         entry = next(item for item in self.entries if (item["kernel"], item["target"], item["dtype"]) == wanted)
         threads, processors = warps * gpu.warp, TARGETS[gpu.target].device.processors
@@ -133,11 +132,11 @@ class Fused:
         self.target: Target = TARGETS[gpu.target]
         self.stored = torch.float32 if dtype == "fp32" else torch.bfloat16
         self.form = product_form(self.stored, "highest", self.target.device)
-        # Two parts of the other factor, two products.
+        # The split form stores the other factor in two parts, which takes two products.
         self.parts = 2 if self.form == "split" else 1
 
     def narrow(self, cases: Sequence[RowsCase]) -> Work:
-        """Return one grouped launch and the launch that adds up its slices."""
+        """Return the work of one grouped launch and of the launch that adds up its slices."""
         if not cases:
             return Work()
         config = grouped.configs(self.target.device, self.form, self.stored, True)[0]
@@ -151,7 +150,7 @@ class Fused:
             flops += 4 * case.N * width * blocks * filters * self.parts
             moved += case.N * (case.D + case.M) * self.stored.itemsize + 4 * case.M * case.D
             cached += blocks * case.N * case.D * self.stored.itemsize
-        # Programs stay, and tiles are of equal work: what is lost is the last round of tiles.
+        # Programs are persistent and tiles are equal work, so only the last round of tiles leaves programs idle.
         programs = self.target.device.processors * config.per_processor
         rounds = math.ceil(plan.tiles / programs)
         busy = Busy(plan.tiles / (rounds * programs), min(1, plan.tiles / programs))
@@ -159,7 +158,7 @@ class Fused:
         return product + kernel(self.gpu, "fp32", plan.partial_size, 4 * (plan.partial_size + plan.out_size))
 
     def wide(self, case: RowsCase) -> Work:
-        """Return the two launches of a layer with more than 256 inputs, and the sum of its slices."""
+        """Return the work of a layer with more than 256 inputs: two launches and the sum of their slices."""
         device, size = self.target.device, self.stored.itemsize
         project, accumulate = pointwise_wide.configs(device, self.form, self.stored, True)[0]
         name = "wide, project"
@@ -184,7 +183,7 @@ class Fused:
         return first + second + kernel(self.gpu, "fp32", slices * V / 4, (slices + 1) * V)
 
     def edges(self, case: EdgeCase) -> Work:
-        """Return the four launches of an EdgeConv layer, and the sum of its slices."""
+        """Return the work of an EdgeConv layer: four launches and the sum of their slices."""
         rows, size = case.B * case.P, self.stored.itemsize
         product, sums = edgeconv.configs(self.target.device, self.form, self.stored)[0]
         X, C, V, L = rows * case.F * size, rows * case.M * size, 8 * case.M * case.F, 4 * rows * case.M
@@ -192,9 +191,9 @@ class Fused:
         programs = math.ceil(rows / product.rows) * math.ceil(case.M / product.filters)
         busy = self.table.busy(self.gpu, self.dtype, "edgeconv, points", programs, product.warps)
         first = kernel(self.gpu, self.dtype, flops, X + V + L, 0, busy)
-        # P by the winner comes from cache: a cloud's part of it is small. Winners take 4 bytes, like a product.
+        # Reading P at the winners hits the cache: a cloud's part of P is small. Winners take 4 bytes, like a product.
         second = kernel(self.gpu, self.dtype, flops, X + V + L + C + L + L, L, busy)
-        # order and start take 4 bytes each; t by order comes from cache.
+        # order and start take 4 bytes each; reading t in this order hits the cache.
         third = kernel(self.gpu, "fp32", rows * case.M, 4 * L, L)
         tiles = math.ceil(case.F / sums.depth) * math.ceil(case.M / sums.filters)
         _, slices = launch.share_rows(rows, tiles, sums.rows, self.target.device)
@@ -204,11 +203,11 @@ class Fused:
         return first + second + third + fourth + kernel(self.gpu, "fp32", slices * V / 4, (slices + 1) * V)
 
     def lanczos_step(self, sizes: Sequence[tuple[int, int]], step: int) -> Work:
-        """Return the orthogonalization of every layer, a launch each, and a share of the check of all of them."""
+        """Return the work of orthogonalising every layer, a launch each, and a share of the check of all layers."""
         work = Work()
         for filters, width in sizes:
             work += kernel(self.gpu, "fp32", 8 * filters * width * step, 4 * filters * width * (2 * step + 3))
-        # The tridiagonal eigenproblem follows a chain of divisions, some 30 sweeps long at 40 clocks a step.
+        # The tridiagonal eigenproblem is a chain of divisions: about 30 sweeps, 40 clocks per step.
         seconds = 30 * step * 40 / 1.5e9 + GAP
         return work + Work(seconds=seconds / CHECK_EVERY, launches=1 / CHECK_EVERY, bound="latency")
 
@@ -220,7 +219,7 @@ class Unfused:
         self.gpu = gpu
 
     def rows(self, case: RowsCase, dtype: str) -> Work:
-        """Return ((X V^T) * C)^T X, operation by operation, in float32; 16-bit rows are converted first."""
+        """Return the work of ((X V^T) * C)^T X, operation by operation, in float32; 16-bit rows are converted first."""
         X, C, V = 4 * case.N * case.D, 4 * case.N * case.M, 4 * case.M * case.D
         flops = 2 * case.N * case.D * case.M
         work = kernel(self.gpu, "fp32", flops, X + V + C)
@@ -231,7 +230,7 @@ class Unfused:
         return work
 
     def edges(self, case: EdgeCase, dtype: str) -> Work:
-        """Return `reference.edgeconv_matvec`, operation by operation."""
+        """Return the work of `reference.edgeconv_matvec`, operation by operation."""
         rows = case.B * case.P
         X, L, V = 4 * rows * case.F, 4 * rows * case.M, 8 * case.M * case.F
         flops = 2 * rows * case.F * case.M
@@ -247,12 +246,12 @@ class Unfused:
         return work
 
     def lanczos_step(self, sizes: Sequence[tuple[int, int]], step: int) -> Work:
-        """Return `reference.krylov_extend` of every layer and a share of the check of all, each operation a launch."""
+        """Return the work of `reference.krylov_extend` for every layer and a share of the check, by operation."""
         work = Work()
         for filters, width in sizes:
             work += kernel(self.gpu, "fp32", 8 * filters * width * step, 4 * filters * width * (4 * step + 12))
             work += Work(seconds=(KRYLOV_LAUNCHES - 1) * GAP, launches=KRYLOV_LAUNCHES - 1, bound="memory")
-        # A batched eigenproblem: about 9 k^3 flops a matrix in float64, at a tenth of the float32 peak.
+        # A batched eigenproblem: about 9 k^3 flops per matrix in float64, at a tenth of the float32 peak.
         seconds = 9 * step**3 * sum(filters for filters, _ in sizes) / (self.gpu.flops["fp32"] / 10)
         launches = TRIDIAGONAL_LAUNCHES / CHECK_EVERY
         return work + Work(seconds=seconds / CHECK_EVERY + launches * GAP, launches=launches, bound="arithmetic")
@@ -285,7 +284,7 @@ class _Launches(TorchDispatchMode):
 
 
 def launches_of(call: Callable[[], object]) -> int:
-    """Return how many launches a call in plain PyTorch would make at least."""
+    """Return the least number of launches that a call in plain PyTorch makes."""
     with _Launches() as mode:
         call()
     return mode.count
@@ -320,7 +319,7 @@ NETWORK_LAYERS: dict[str, tuple[list[RowsCase], list[EdgeCase]]] = {
 
 
 def predict(gpu: Gpu, dtype: str, table: Table, rows: list[RowsCase], edges: list[EdgeCase]) -> dict[str, list[Work]]:
-    """Return, by name, fused and unfused work: of every layer, of one S v, and of an eigen phase."""
+    """Return the fused and the unfused work by name: of every layer, of one S v, and of an eigen phase."""
     fused, unfused = Fused(gpu, dtype, table), Unfused(gpu)
     narrow = [case for case in rows if case.D <= 256]
     results: dict[str, list[Work]] = {}
@@ -334,7 +333,7 @@ def predict(gpu: Gpu, dtype: str, table: Table, rows: list[RowsCase], edges: lis
         (f"EdgeConv B{case.B} P{case.P} F{case.F} M{case.M}", fused.edges(case), unfused.edges(case, dtype))
         for case in edges
     ]
-    # Layers of the same shape are one line.
+    # Layers of the same shape share one line.
     for name in dict.fromkeys(name for name, _, _ in parts):
         equal = [part for part in parts if part[0] == name]
         label = name if len(equal) == 1 else f"{len(equal)} x {name}"
@@ -345,7 +344,7 @@ def predict(gpu: Gpu, dtype: str, table: Table, rows: list[RowsCase], edges: lis
     for i, form in enumerate((fused, unfused)):
         for step in range(1, STEPS + 1):
             once = products[i] + form.lanczos_step(sizes, step)
-            # A host that launches more than the device can do in that time is what everything waits for.
+            # If the host launches kernels more slowly than the device runs them, the device waits for the host.
             once.seconds = max(once.seconds, once.launches * HOST_LAUNCH)
             phase[i] += once
     return {**results, "S v of the network": products, f"eigen phase, {STEPS} steps": phase}
@@ -370,10 +369,10 @@ def report(table: Table, dtypes: Sequence[str]) -> str:
 def main() -> None:
     """Print the predictions."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
-    parser.add_argument("--table", type=Path, default=TABLE, help="what the compiler made of the kernels")
+    parser.add_argument("--table", type=Path, default=TABLE, help="registers and shared memory of the compiled kernels")
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     options = parser.parse_args()
-    print("A MODEL, NOT A MEASUREMENT: peaks of data sheets, reached by every kernel.\n")
+    print("A MODEL, NOT A MEASUREMENT: every kernel reaches the peaks of the data sheets.\n")
     print(report(Table(options.table), options.dtypes))
 
 

@@ -1,10 +1,10 @@
-"""What a splitting step would at best cost on a node of eight GPUs, for ImageNet: python -m benchmarks.scale.
+"""The lowest possible cost of a splitting step on ImageNet with eight GPUs: python -m benchmarks.scale.
 
-A MODEL, NOT A MEASUREMENT, with the peaks of `benchmarks.roofline`. Every GPU takes its part of the images. Passes
-through the network read and write what every layer takes and leaves, or do its arithmetic, whichever takes longer; what
-is kept for the solver is read and written once. A step of the solver is the roofline's, followed by a ring all-reduce
-of all products. Training is a pass forward, one backward, and the gradients of the weights, in bfloat16; capture is in
-float32. The depthwise layers count as arithmetic at the peak, and nothing overlaps.
+A MODEL, NOT A MEASUREMENT, with the peaks of `benchmarks.roofline`. Every GPU takes its part of the images. A pass
+through the network takes the longer of two times: its arithmetic, and reading and writing the inputs and outputs of
+every layer. Rows kept for the solver are read and written once. A step of the solver takes the roofline's time, then a
+ring all-reduce of all products. Training is a forward pass, a backward pass and the gradients of the weights, in
+bfloat16; capture is in float32. Depthwise layers count as arithmetic at the peak. Nothing overlaps.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DTYPES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the GPUs of a node: bytes a second that each can send, while it receives as much."""
+    """The connection of the GPUs of a node: bytes per second that each can send while it receives as much."""
 
     bandwidth: float
-    memory: float  # of a GPU, bytes
+    memory: float  # bytes per GPU
     latency: float = 20e-6  # of an all-reduce of one number
 
 
-# NVLink 3 and 4, and Infinity Fabric of 7 links, by their makers' data sheets: half of what is called bidirectional.
+# NVLink 3 and 4, and Infinity Fabric of 7 links, from the vendors' data sheets: half of the bidirectional bandwidth.
 LINKS = {
     "A100": Link(300e9, 80e9),
     "H100": Link(450e9, 80e9),
@@ -47,11 +47,11 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Pass:
-    """What one image moves and computes in the network."""
+    """The arithmetic and the data movement of one image in the network."""
 
     macs: int
-    taken: int  # numbers that layers take
-    left: int  # numbers that layers leave
+    taken: int  # numbers in the inputs of all layers
+    left: int  # numbers in the outputs of all layers
 
 
 @lru_cache
@@ -77,7 +77,7 @@ def passes() -> Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """A splitting step on so many images, and an epoch of training, on a node."""
+    """A splitting step on `images` images, and an epoch of training, on one node."""
 
     name: str
     gpu: Gpu
@@ -97,72 +97,72 @@ class Step:
         return mobilenet_layers(FULL_WIDTHS, self.own * 112 * 112)
 
     def passing(self, images: float, dtype: str, flops_per_mac: int, taken: int, left: int) -> float:
-        """Return the seconds of passes that move what layers take and leave so many times."""
+        """Return the seconds of passes that move layer inputs `taken` times and layer outputs `left` times."""
         one = passes()
         moved = DTYPES[dtype] * (taken * one.taken + left * one.left)
         return images * max(flops_per_mac * one.macs / self.gpu.flops[dtype], moved / self.gpu.memory)
 
     @property
     def stored(self) -> int:
-        """The bytes of rows and coefficients of one GPU."""
+        """Bytes of rows and coefficients on one GPU."""
         return sum(case.N * (case.D + case.M) for case in self.layers) * DTYPES[self.dtype]
 
     @property
     def fits(self) -> bool:
-        """Whether they fit into half the memory of a GPU."""
+        """Whether rows and coefficients fit into half the memory of a GPU."""
         return self.stored <= self.link.memory / 2
 
     @property
     def capture(self) -> float:
-        """Forward; backward without the gradients of weights; reading and writing what is kept."""
-        # Backward reads a layer's input and the gradient of its output, and writes that of its input.
+        """Seconds of the capture: forward, backward without weight gradients, reading and writing the kept rows."""
+        # Backward reads a layer's input and the gradient of its output, and writes the gradient of its input.
         return self.passing(self.own, "fp32", 4, 1 + 2, 1 + 1) + 2 * self.stored / self.gpu.memory
 
     @cached_property
     def product(self) -> float:
-        """One step of Lanczos without the all-reduce."""
+        """Seconds of one Lanczos step without the all-reduce."""
         predicted = predict(self.gpu, self.dtype, self.table, self.layers, [])
         return predicted[f"eigen phase, {STEPS} steps"][0].seconds / STEPS
 
     @property
     def products_bytes(self) -> int:
-        """The products of all filters, in float32, that an all-reduce sums."""
+        """Bytes of the products of all filters, in float32, that an all-reduce sums."""
         return 4 * sum(case.M * case.D for case in self.layers)
 
     @property
     def sent(self) -> float:
-        """The bytes that each GPU sends in an all-reduce around a ring."""
+        """Bytes that each GPU sends in a ring all-reduce."""
         return 2 * (RANKS - 1) / RANKS * self.products_bytes
 
     @property
     def reduce(self) -> float:
-        """An all-reduce."""
+        """Seconds of an all-reduce."""
         return self.link.latency + self.sent / self.link.bandwidth
 
     @property
     def solve(self) -> float:
-        """All steps; each captures anew where rows do not fit."""
+        """Seconds of all steps; every step captures again if the rows do not fit."""
         again = 0.0 if self.fits else self.capture
         return STEPS * (self.product + self.reduce + again)
 
     @property
     def surgery(self) -> float:
-        """Reading the weights and their momentum, and writing as many of twice the size."""
+        """Seconds to read the weights and their momentum, and to write both at twice the size."""
         return 2 * 3 * self.products_bytes / self.gpu.memory
 
     @property
     def total(self) -> float:
-        """Capture, solver and surgery."""
+        """Seconds of capture, solver and surgery."""
         return self.capture + self.solve + self.surgery
 
     @property
     def epoch(self) -> float:
-        """An epoch of training on all of ImageNet."""
+        """Seconds of an epoch of training on all of ImageNet."""
         return self.passing(IMAGENET / RANKS, "bf16", 6, 1 + 3, 1 + 2)
 
 
 def affordable(name: str, dtype: str, table: Table, share: float) -> int:
-    """Return how many images a share of an epoch's time pays for; a batch for every GPU at the least."""
+    """Return how many images fit into a share of an epoch's time; at least one batch per GPU."""
     images, least = IMAGENET, RANKS * recipe("imagenet-mobilenet").split_batch
     while images > least:
         step = Step(name, GPUS[name], LINKS[name], dtype, images, table)
@@ -182,7 +182,7 @@ def report(table: Table, dtypes: Sequence[str] = tuple(DTYPES)) -> str:
         for dtype in dtypes:
             for images in (affordable(name, dtype, table, share), IMAGENET // 100, IMAGENET):
                 if dtype != "fp32" and images == IMAGENET:
-                    # What is captured again at every step is not stored.
+                    # Rows that are captured again at every step are not stored, so their dtype does not matter.
                     continue
                 step = Step(name, gpu, LINKS[name], dtype, images, table)
                 kept = short(step.stored / 1e9) if step.fits else "captured again"
@@ -201,7 +201,7 @@ def short(number: float) -> str:
 def main() -> None:
     """Print the model's figures."""
     argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__).parse_args()
-    print("A MODEL, NOT A MEASUREMENT: peaks of data sheets, reached by everything.\n")
+    print("A MODEL, NOT A MEASUREMENT: everything reaches the peaks of the data sheets.\n")
     print(report(Table(TABLE)))
 
 

@@ -1,4 +1,4 @@
-"""The table of ratios from what `make bench` wrote: python -m benchmarks.table runs/bench.json > docs/benchmarks.md."""
+"""Turn the JSON of `make bench` into tables: python -m benchmarks.table runs/bench.json > docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 HEAD = """# Benchmarks
 
-Written by `make bench`; every figure is a ratio of times taken side by side in one run, the median over rounds. Above 1
-means that s3d_fast is faster than what it is compared with; of a limit (sgemm, dgemm, copy) it is the fraction of its
-speed, measured in the same rounds. The aim, where there is one, stands in brackets. Memory is what a call takes at its
-peak beyond its inputs and its result, in a process of its own. Cost against data is relative to the least data, within
-a tenth of the memory that these would need: 1 is linear.
+Written by `make bench`. Every figure is a ratio of times taken side by side in one run: the median over rounds. Above 1
+means that s3d_fast is faster than the competitor. For hardware limits (sgemm, dgemm, copy) the number is the fraction
+of that limit we reach, measured in the same rounds. Aims are in brackets. Memory is the peak of a call beyond its
+inputs and its result, measured in its own process. Cost against data is relative to the smallest amount of data, within
+a tenth of the memory that this amount would need: 1 is linear.
 """
 
 MEMORY = {"ours": "memory", "reference": "reference's memory"}
@@ -22,24 +22,24 @@ MEMORY = {"ours": "memory", "reference": "reference's memory"}
 NOTES = """
 ## What bounds them
 
-- **S v, grouped S v**: the multipliers, from 64 filters on; with fewer, reading X and C, whose entries are then used
-  too few times to hide it.
-- **16-bit storage**: widening every entry of X and C costs more time than reading fewer bytes saves at these sizes; its
-  use is half the memory.
-- **EdgeConv**: gathering from and scattering to the winners, entry by entry; with 3 features there is little else.
-- **dense S**: forming the products of pairs, which few filters share when there are few filters.
-- **eigen phase**: of a narrow network, capture is the larger part: the forward and backward pass themselves, and laying
-  out what they leave as rows, in newly allocated memory. At 224 x 224 it is the products S v, which run near the peak
-  of the multipliers, while the forward and backward pass are bound by memory; a pass of all images at once is slower
-  than one of few at a time because the operating system has to provide, and fill with zeros, more memory. How much
-  slower varies from run to run, and this ratio with it, more than any other in this page.
-- **a tenth of the memory**: reading ahead takes a core's time from the products. The scratch file was written shortly
-  before: most of it is read from the kernel's cache, unless it is told to forget it (file not cached).
-- **surgery**: allocating the new weights, which the operating system fills with zeros first (clone does the same);
-  `apply_splits` as a whole, checking and sorting thousands of splits in Python.
+- **S v, grouped S v**: arithmetic, from 64 filters on. With fewer filters, reading X and C: each entry is used too few
+  times to hide the read.
+- **16-bit storage**: at these sizes, widening every entry of X and C costs more time than reading fewer bytes saves.
+  The benefit is half the memory.
+- **EdgeConv**: gathering from and scattering to the winners, entry by entry. With 3 features there is little else.
+- **dense S**: forming the products of pairs. All filters share them; with few filters, forming them dominates.
+- **eigen phase**: for a narrow network, mostly capture: the forward and backward pass, and storing their results as
+  rows in newly allocated memory. At 224 x 224, the products S v, which run near the arithmetic peak; the forward and
+  backward pass are bound by memory. One pass over all images is slower than several passes over a few, because the
+  operating system has to provide more memory and fill it with zeros. How much slower varies from run to run, so this
+  ratio varies more than any other on this page.
+- **a tenth of the memory**: reading ahead takes processor time from the products. The scratch file was written shortly
+  before, so most of it comes from the kernel's cache, except under "file not cached", where that cache is dropped.
+- **surgery**: allocating the new weights, which the operating system first fills with zeros (clone does the same). For
+  `apply_splits` as a whole: checking and sorting thousands of splits in Python.
 
-Ratios against plain PyTorch vary more between runs than those against a limit: it allocates its intermediate results,
-and what that costs depends on what ran before.
+Ratios against plain PyTorch vary more between runs than ratios against a limit: PyTorch allocates its intermediate
+results, and the cost of that depends on what ran before.
 """
 
 
@@ -56,7 +56,7 @@ def table(results: dict[str, Any]) -> str:
         lines += ["", f"## {group}", ""]
         ready = [row for member in members for row in member["extra_info"].get("table", ())]
         lines += markdown(ready or _ratios([{**member["extra_info"], **member} for member in members]))
-    # What bounds them was found out on CPUs.
+    # The notes hold for CPUs.
     return "\n".join(lines) + "\n" + (NOTES if machine.get("device", "cpu") == "cpu" else "")
 
 
@@ -88,5 +88,5 @@ def _ratios(members: Sequence[dict[str, Any]]) -> list[list[str]]:
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     written = path.read_text() if path.exists() else ""
-    # Nothing is written where every benchmark was skipped.
+    # The file is missing or empty if every benchmark was skipped.
     sys.stdout.write(table(json.loads(written)) if written else "no benchmark ran\n")

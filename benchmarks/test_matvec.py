@@ -24,7 +24,7 @@ from tests.cases import (
     relative_error,
 )
 
-# torch.compile warns of its own code.
+# torch.compile emits warnings about its own code.
 pytestmark = pytest.mark.filterwarnings("default")
 
 AIMS = {32: (2.0, 0.50), 64: (1.8, 0.65), 128: (1.3, 0.80), 256: (1.3, 0.80), 512: (1.3, 0.80)}
@@ -80,7 +80,7 @@ def test_grouped(benchmark: BenchmarkFixture, name: str) -> None:
     work = sum(4 * case.N * (case.D + case.bias) * case.M for case in cases)
     others, aims = {"reference": loop}, {}
     if name.startswith("MobileNetV1, 32"):
-        # One for all rows: sizes are marked as dynamic, or every layer would be compiled anew.
+        # One compiled function for all layers: with static sizes it would be compiled again for every layer.
         compiled = torch.compile(reference.splitting_matvec, dynamic=True)
         others["torch.compile"] = lambda: [compiled(*layer) for layer in zip(X, C, V, bias, strict=True)]
         aims = {"reference": 2.5}
@@ -93,7 +93,7 @@ def test_edgeconv_matvec(benchmark: BenchmarkFixture, case: EdgeCase) -> None:
     X, neighbours, slot, C = (tensor.to(DEVICE) for tensor in case.tensors())
     winner = neighbours.gather(-1, slot)
     V = random_vectors(case.M, 2 * case.F, dtype=case.dtype).to(DEVICE)
-    # Sorted once for all products with a layer, as the operators do; kernels for CPUs do not need it.
+    # Sorted once per layer for all products, as the operators do; the CPU kernels do not need it.
     incoming = None if ON_CPU else incoming_edges(winner)
     others = {"reference": lambda: reference.edgeconv_matvec(X, winner, C, V)}
     aims = {}

@@ -45,8 +45,8 @@ def test_eigen_phase_of_mobilenet(benchmark: BenchmarkFixture) -> None:
         assert bool(spectrum.converged.all())
         assert float(error(spectrum, exact[name]).max()) <= TOLERANCE
 
-    # The steps that descent needs to be as accurate, found with products by the fast kernels; what one of its steps
-    # costs by automatic differentiation is timed beside the phase.
+    # Count the steps that descent needs for the same accuracy with the fast kernels. The time of one step by automatic
+    # differentiation is measured beside the phase.
     steps = descent_steps(operators, exact)
     generator = torch.Generator().manual_seed(DEFAULT_SEED)
     starts = {
@@ -69,7 +69,7 @@ def test_eigen_phase_of_mobilenet(benchmark: BenchmarkFixture) -> None:
 
 
 def descent_steps(operators: s3d.Captured, exact: dict[str, s3d.Spectrum]) -> int:
-    """Return the steps after which descent and ascent have every eigenvalue to within the tolerance, by doubling."""
+    """Return how many steps, by doubling, bring every eigenvalue within the tolerance by descent and ascent."""
     for steps in (125, 250, 500, 1000, 2000, 4000, 8000):
         found = s3d.extremal_eigenpairs(operators, "rayleigh", 1e-9, steps)
         worst = max(float(error(found[name], exact[name]).max()) for name in found)
@@ -82,7 +82,7 @@ def descent_steps(operators: s3d.Captured, exact: dict[str, s3d.Spectrum]) -> in
 def check_quotients(
     quotients: dict[str, torch.Tensor], operators: s3d.Captured, starts: dict[str, torch.Tensor]
 ) -> None:
-    """The quotients by automatic differentiation are those of the splitting operators."""
+    """Assert that the quotients by automatic differentiation equal those of the splitting operators."""
     assert set(quotients) == set(operators)
     for name, operator in operators.items():
         expected = (starts[name] * operator.matvec(starts[name])).sum(-1)

@@ -27,7 +27,7 @@ from s3d_fast.operators.streamed import DiskStream
 TOLERANCE = 1e-2
 IMAGES, BATCH = 64, 8
 BUDGET = "4GiB"
-# What is captured in the other benchmarks: small batches, and a tenth of the memory that they would need.
+# The other benchmarks capture small batches, within a tenth of the memory that they would need.
 SMALL_BATCH, SMALL_BATCHES = 4, 4
 SIZES = (1, 2, 4, 8)
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not ON_CPU, reason="it measures the memory of th
 
 @dataclass(frozen=True)
 class Images:
-    """Batches of images whose power falls with frequency, as that of photographs does; made anew at every pass."""
+    """Batches of images whose power falls with frequency, as in photographs; every pass makes them again."""
 
     batches: int
     batch_size: int
@@ -61,7 +61,7 @@ class Images:
 
 
 def trained(batches: list[tuple[Tensor, Tensor]]) -> tuple[nn.Module, s3d.Graph]:
-    """Return MobileNetV1 1.0x after a step of training on every batch, with the statistics that these have now."""
+    """Return MobileNetV1 1.0x after a training step on every batch, with BatchNorm statistics of these batches."""
     torch.manual_seed(0)
     model = MobileNetV1().to(DEVICE, memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -98,7 +98,7 @@ def test_eigen_phase_at_224(benchmark: BenchmarkFixture) -> None:
     batches = list(Images(IMAGES // BATCH, BATCH))
     whole = [tuple(torch.cat(parts) for parts in zip(*batches, strict=True))]
     model, graph = trained(batches)
-    # Training changes the statistics, and with them the spectra.
+    # Training changes the statistics and so the spectra; the timed training passes use a copy.
     other = copy.deepcopy(model)
 
     def phase() -> dict[str, s3d.Spectrum]:
@@ -133,7 +133,7 @@ def test_spilled_step(benchmark: BenchmarkFixture) -> None:
     assert isinstance(spilled.stream, DiskStream)
     file = spilled.stream.file.fileno()
     os.fsync(file)
-    # Layers that were formed have no steps, and are left out of both.
+    # Layers whose S was formed need no products; leave them out of both.
     assert spilled.plan is not None
     on_disk = [name for name, place in spilled.plan.places.items() if place == "disk"]
     for captured in (whole, spilled):
@@ -146,7 +146,7 @@ def test_spilled_step(benchmark: BenchmarkFixture) -> None:
     step = step_of(spilled)
 
     def cold() -> None:
-        # The kernel keeps what it has read in memory that nobody else wants; here it has to read it again.
+        # The kernel caches the file in free memory; drop the cache, so that it has to read the file again.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         step()
 
@@ -165,7 +165,7 @@ def test_cost_against_data(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     budget = s3d.capture(model, F.cross_entropy, base, graph).nbytes // 10
 
     def measure(size: int) -> tuple[float, float, int, int]:
-        """Return the seconds of the capture, those of a step, the memory that both take, and the bytes on disk."""
+        """Return the seconds of the capture and of a step, the memory that both take, and the bytes on disk."""
         images = Images(size * SMALL_BATCHES, SMALL_BATCH)
         times: list[float] = []
 

@@ -13,7 +13,7 @@ from s3d_fast.solvers import Spectrum, extremal_eigenpairs
 
 STEPS = (0.6, 0.8, 0.9, 1.0, 1.1)
 ERROR = 1e-3
-# Of the residual: at 1e-2 a few filters of such layers are not within the error yet.
+# Of the residual: at 1e-2 a few filters of such layers still exceed the error.
 TOLERANCE = 3e-3
 
 
@@ -63,7 +63,7 @@ def test_exact(benchmark: BenchmarkFixture) -> None:
 
 
 def test_rayleigh(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: Spectrum) -> None:
-    """The fewest iterations, by doubling, after which every filter is within the error, at the best of the steps."""
+    """The fewest iterations, by doubling, after which every filter is within the error, with the best step size."""
     needed = {}
     for step in STEPS:
         for iterations in (250, 500, 1000, 2000, 4000):

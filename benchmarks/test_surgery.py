@@ -91,7 +91,7 @@ def test_apply_splits(benchmark: BenchmarkFixture) -> None:
 
 
 def test_all_tensors(benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same surgery without what comes before and after it: the new weights and optimizer state of all layers."""
+    """The core of the same surgery: computing the new weights and optimizer state of all layers."""
     benchmark.group = "surgery"
     model, optimizer = trained()
     plan = random_plan(model, 0.35)

@@ -1,4 +1,4 @@
-"""Put what the compiler made of the kernels, and the models, into docs/gpu.md and scale.md: python docs/make_gpu.py."""
+"""Write the tables of compiled kernels and models into docs/gpu.md and docs/scale.md: python docs/make_gpu.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from s3d_fast.kernels.compiled import Compiled  # noqa: E402
 
 
 def documents() -> dict[Path, str]:
-    """Return the texts of both pages with their tables as they should be."""
+    """Return the text of both pages with up-to-date tables."""
     entries = json.loads((DOCS / "gpu.json").read_text())
     table = roofline.Table(DOCS / "gpu.json")
     model = roofline.report(table, ("fp32", "bf16"))
