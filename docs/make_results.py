@@ -1,4 +1,4 @@
-"""Put the figures of the experiments, docs/results.json, into docs/results.md: python docs/make_results.py."""
+"""Write the tables of docs/results.md from docs/results.json: python docs/make_results.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = dict[str, Any]
 
 
 def document() -> str:
-    """Return the text of docs/results.md with its tables as they should be."""
+    """Return the text of docs/results.md with up-to-date tables."""
     results = json.loads((DOCS / "results.json").read_text())
     runs = results["runs"]
     parts = {
@@ -50,7 +50,7 @@ def commands(runs: dict[str, Run]) -> str:
 
 
 def growth(runs: dict[str, Run], recipe: str, methods: Sequence[str]) -> str:
-    """Return accuracy against parameters after every step, by method: median [least, greatest] over the seeds."""
+    """Return parameters and accuracy after every step, by method: median [least, greatest] over the seeds."""
     rows = [["step", *(f"{title(method)}: parameters | accuracy" for method in methods)]]
     found = {method: of(runs, recipe, method) for method in methods}
     steps = max(len(run["phases"]) for group in found.values() for run in group)
@@ -71,8 +71,8 @@ def growth(runs: dict[str, Run], recipe: str, methods: Sequence[str]) -> str:
 
 
 def cost(runs: dict[str, Run]) -> str:
-    """Return the seconds of training that the network after the last step has cost, relative to S3D's."""
-    rows = [["method", "training that the last network has cost, relative to S3D's"]]
+    """Return the total training time for the network after the last step, relative to S3D."""
+    rows = [["method", "total training time for the last network, relative to S3D"]]
     seeds = {run["seed"]: run["phases"][0]["seconds"]["train"] for run in of(runs, CIFAR, "seed")}
 
     def seconds(method: str, run: Run) -> float:
@@ -88,9 +88,9 @@ def cost(runs: dict[str, Run]) -> str:
 
 
 def paired(runs: dict[str, Run]) -> str:
-    """Return by how much each method's last accuracy differs from S2D's, seed by seed."""
+    """Return the difference between each method's last accuracy and S2D's, seed by seed."""
     base = {run["seed"]: run for run in of(runs, CIFAR, "s2d")}
-    rows = [["method", "accuracy after the last step, minus that of S2D: seed by seed", "median"]]
+    rows = [["method", "accuracy after the last step minus S2D's, seed by seed", "median"]]
     for method in ("s3d", "net2net", "uniform", "scratch"):
         differences = [
             100 * (run["phases"][-1]["accuracy"] - base[run["seed"]]["phases"][-1]["accuracy"])
@@ -104,7 +104,7 @@ def paired(runs: dict[str, Run]) -> str:
 def bounds(runs: dict[str, Run]) -> str:
     """Return accuracy after one step by c."""
     by_bound = {1.0: "s2d", 1.1: "c1.1", 1.3: "s3d", 1.5: "c1.5", 2.0: "c2.0"}
-    rows = [["c", "parameters", "accuracy", "signed splits of all"]]
+    rows = [["c", "parameters", "accuracy", "signed splits"]]
     for c, method in by_bound.items():
         group = [run["phases"] for run in of(runs, CIFAR, method)]
         rows.append(
@@ -135,7 +135,7 @@ def forward(results: dict[str, Any]) -> str:
 
 
 def signs(runs: dict[str, Run]) -> str:
-    """Return how many splits of the networks that S3D has grown would have a negative weight, by c and step."""
+    """Return how many splits in the networks grown by S3D would have a negative weight, by c and step."""
     rows = [["recipe", "c", *(f"step {step}" for step in range(1, 5))]]
     for recipe in (CIFAR, MODELNET):
         group = [[phase["signed"] for phase in run["phases"] if phase["signed"]] for run in of(runs, recipe, "s3d")]
@@ -149,7 +149,7 @@ def signs(runs: dict[str, Run]) -> str:
 
 
 def shares(runs: dict[str, Run]) -> str:
-    """Return the share of all time that the eigen phase takes, in runs by S3D, the seed's training included."""
+    """Return the eigen phase's share of the total time of S3D runs, including the training of the seed."""
     rows = [["recipe", "eigen phase", "of which capture", "solve", "select", "split", "measure"]]
     for recipe in (CIFAR, MODELNET):
         seeds = {run["seed"]: run for run in of(runs, recipe, "seed")}
@@ -164,7 +164,7 @@ def shares(runs: dict[str, Run]) -> str:
 
 
 def promises(runs: dict[str, Run]) -> str:
-    """Return the measured change of the loss over the predicted one, of every split along eigenvectors."""
+    """Return measured / predicted change of the loss for all splitting steps along eigenvectors."""
     rows = [["recipe", "splitting steps", "measured / predicted change: median", "least", "greatest"]]
     for recipe in (CIFAR, MODELNET):
         ratios = [
@@ -186,13 +186,13 @@ def of(runs: dict[str, Run], recipe: str, method: str) -> list[Run]:
 
 
 def title(method: str) -> str:
-    """Return how tables call a method."""
+    """Return the name of a method in the tables."""
     names = {"s3d": "S3D c=1.3", "s2d": "S2D", "uniform": "uniform, all epochs", "scratch": "uniform, 3 epochs"}
     return names.get(method, method)
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Return the median, and the least and the greatest where they differ."""
+    """Return the median, with the least and the greatest value if they differ."""
     if not values:
         return ""
     middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
@@ -200,7 +200,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; cells may hold several columns, divided by bars."""
+    """Return a Markdown table; a cell may hold several columns, separated by bars."""
     head, *rest = ("| " + " | ".join(row) + " |" for row in rows)
     columns = head.count("|") - 1
     return "\n".join([head, "|" + "---|" * columns, *rest, ""])
