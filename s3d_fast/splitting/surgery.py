@@ -16,6 +16,7 @@ from s3d_fast.network import layers
 from s3d_fast.network.edgeconv import EdgeConv
 from s3d_fast.network.graph import Graph, Layout, Unit
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
+from s3d_fast.splitting.undo import AllOrNothing, set_size
 
 # How the entries of an optimizer's state scale when a gradient is scaled by w: like w, like w^2, or like its sign.
 LIKE_GRADIENT, LIKE_SQUARE, LIKE_SIGN = 1, 2, 0
@@ -47,8 +48,8 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
         optimizer: SGD, Adam, AdamW or RMSprop over the model's parameters.
 
     Raises:
-        ValueError, TypeError: the plan does not fit the model, or the optimizer is of another model or kind. Nothing
-            has been changed then.
+        ValueError, TypeError: the plan does not fit the model, the optimizer is of another model or kind, or a layer
+            does not let its size be set. Nothing has been changed then.
     """
     if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
@@ -77,14 +78,17 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
     with torch.no_grad():
         grown = grow_weights(widenings)
 
-    for change, new in zip(changes, grown[: len(changes)], strict=True):
-        change.commit(new)
     for (entries, key), new in zip(places, grown[len(changes) :], strict=True):
         entries[key] = new
-    if optimizer is not None:
-        _commit_state(optimizer, changes, states)
-    for module in {id(change.module): change.module for change in changes}.values():
-        _resize(module)
+    touched = dict.fromkeys(change.module for change in changes)
+    with AllOrNothing(touched, optimizer):
+        for change, new in zip(changes, grown[: len(changes)], strict=True):
+            change.commit(new)
+        if optimizer is not None:
+            _commit_state(optimizer, changes, states)
+        for module in touched:
+            for name, size in _sizes(module).items():
+                set_size(module, name, size)
 
 
 @dataclass
@@ -293,7 +297,7 @@ def _widened_state(
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == change.old.shape and value.dim() > 0:
                 if key not in kinds:
-                    raise ValueError(f"optimizer: its state {key!r} is not one that splits know how to carry along")
+                    raise ValueError(f"optimizer: splitting cannot carry its state {key!r} along")
                 value = change.state(value, kinds[key])
             entries[key] = value
         states.append(entries)
@@ -312,26 +316,28 @@ def _commit_state(
             optimizer.state[change.parameter] = entries
 
 
-def _resize(module: nn.Module) -> None:
-    """Let the size attributes of a module follow its tensors."""
+def _sizes(module: nn.Module) -> dict[str, int]:
+    """Return what the size attributes of a module must be, by its tensors."""
+    sizes: dict[str, int] = {}
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Conv2d) and isinstance(weight, Tensor):
+        sizes = {"out_channels": len(weight), "in_channels": weight.shape[1] * module.groups}
         if layers.is_depthwise(module):
-            multiplier = module.out_channels // module.in_channels
-            module.out_channels = len(weight)
-            module.in_channels = module.groups = len(weight) // multiplier
-        else:
-            module.out_channels, module.in_channels = len(weight), weight.shape[1] * module.groups
+            channels = len(weight) // (module.out_channels // module.in_channels)
+            sizes |= {"in_channels": channels, "groups": channels}
     elif isinstance(module, EdgeConv):
-        module.out_features, module.in_features = len(module.weight), module.weight.shape[1] // 2
+        sizes = {"out_features": len(module.weight), "in_features": module.weight.shape[1] // 2}
     elif isinstance(module, nn.Linear):
-        module.out_features, module.in_features = module.weight.shape
+        sizes = {"out_features": module.weight.shape[0], "in_features": module.weight.shape[1]}
     elif layers.is_batchnorm(module):
-        module.num_features = len(module.running_mean)  # type: ignore[arg-type, assignment]
+        sizes = {"num_features": len(module.running_mean)}  # type: ignore[arg-type]
     custom = layers.custom_layer(module)
-    if custom is not None and custom.per_channel:
-        for name in custom.size_attributes:
-            setattr(module, name, len(getattr(module, custom.per_channel[0])))
+    if custom is not None:
+        # A tensor that is optional may not be there.
+        tensors = [getattr(module, name) for name in layers.per_channel_tensors(module)]
+        if tensors:
+            sizes |= dict.fromkeys(custom.size_attributes, len(tensors[0]))
+    return sizes
 
 
 def _check_splits(plan: SplitPlan) -> dict[str, _UnitSplits]:
