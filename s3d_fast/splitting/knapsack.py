@@ -9,6 +9,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array
 
+from s3d_fast.splitting.quiet import quiet
+
 # Branch and bound ends here, with the best that was found so far. Large budgets over wide networks are not always
 # closed to the last digit in this time; the choice may then depend on the speed of the machine.
 TIME_LIMIT = 20.0
@@ -52,7 +54,7 @@ class Knapsack:
         choice = programme.variables(len(self.gain), self._objective(), integer=not uniform, most=1.0)
         if not uniform:
             self._one_per_neuron(programme, choice)
-        most = self._caps(programme, choice) // unit_of_growth
+        most = self._caps(programme, choice, unit_of_growth) / unit_of_growth
         members = [np.flatnonzero(self.unit == u) for u in range(len(self.price))]
         bits: dict[int, list[int]] = {}
         for u in range(len(self.price)):
@@ -107,17 +109,21 @@ class Knapsack:
         for row in rows.values():
             programme.row(row, -np.inf, 1.0)
 
-    def _caps(self, programme: _Programme, choice: list[int]) -> np.ndarray:
-        """Add the caps; return by how much each unit can grow at the most."""
+    def _caps(self, programme: _Programme, choice: list[int], step: float = 1.0) -> np.ndarray:
+        """Add the caps, rounded down to multiples of `step`; return by how much each unit can grow at the most.
+
+        A unit that grows in steps of three cannot grow by two: without rounding, the programme would take two thirds of
+        a candidate.
+        """
         most = np.zeros(len(self.price))
         for u in range(len(self.price)):
             mine = np.flatnonzero(self.unit == u)
             largest: dict[int, float] = {}
             for j in mine:
                 largest[self.neuron[j]] = max(largest.get(self.neuron[j], 0.0), float(self.extra[j]))
-            most[u] = min(sum(largest.values()), self.cap[u])
-            if self.cap[u] < sum(largest.values()):
-                programme.row({choice[j]: float(self.extra[j]) for j in mine}, -np.inf, float(self.cap[u]))
+            most[u] = min(sum(largest.values()), self.cap[u]) // step * step
+            if most[u] < sum(largest.values()):
+                programme.row({choice[j]: float(self.extra[j]) for j in mine}, -np.inf, float(most[u]))
         return most
 
 
@@ -152,13 +158,15 @@ class _Programme:
         shape = (len(self.lower), len(self.objective))
         matrix = coo_array((values, (rows.astype(int), columns.astype(int))), shape=shape).tocsr()
         if any(self.integer):
-            result = milp(
-                self.objective,
-                constraints=LinearConstraint(matrix, np.array(self.lower), np.array(self.upper)),
-                integrality=np.array(self.integer, dtype=np.int64),
-                bounds=Bounds(0, np.array(self.most)),
-                options={"mip_rel_gap": 0.0, "time_limit": TIME_LIMIT},
-            )
+            # HiGHS prints a line wherever it mends a solution that misses a row by rounding; no option prevents that.
+            with quiet():
+                result = milp(
+                    self.objective,
+                    constraints=LinearConstraint(matrix, np.array(self.lower), np.array(self.upper)),
+                    integrality=np.array(self.integer, dtype=np.int64),
+                    bounds=Bounds(0, np.array(self.most)),
+                    options={"mip_rel_gap": 0.0, "time_limit": TIME_LIMIT},
+                )
         else:
             result = linprog(
                 self.objective, A_ub=matrix, b_ub=self.upper, bounds=np.array([(0, most) for most in self.most])

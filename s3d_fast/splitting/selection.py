@@ -230,7 +230,9 @@ def _within_budget(
         # Where the search ends before it is done, the relaxation may have found the better plan.
         plans.append(_keep_within(knapsack, knapsack.exact, budget))
     chosen = min((plan for plan in plans if plan is not None), key=lambda plan: candidates.gain[plan].sum())
-    return _first_of_equals(candidates, chosen, knapsack, caps)
+    first = _first_of_equals(candidates, chosen, knapsack, caps)
+    # Sums in another order may round to more than the budget.
+    return first if knapsack.cost(first) <= budget else chosen
 
 
 def _keep_within(knapsack: Knapsack, solve: Callable[[float], np.ndarray | None], budget: float) -> np.ndarray | None:
