@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from s3d_fast.maths.activations import MODULES, Activation, activation, is_activation
+from s3d_fast.maths.activations import MODULES, Activation, activation, activation_names, is_activation
 from s3d_fast.network.edgeconv import EdgeConv
 
 # Modules that act on every entry alone, in eval mode not at all.
@@ -56,7 +56,7 @@ def register_layer(
     *,
     per_channel: Sequence[str] = (),
     size_attributes: Sequence[str] = (),
-    activation: Callable[[Any], Activation] | Activation | None = None,
+    activation: Callable[[Any], Activation] | Activation | nn.Module | str | None = None,
     linear: bool = False,
 ) -> None:
     """Teach `trace` a module of your own that treats every channel alone and in the same way.
@@ -67,18 +67,52 @@ def register_layer(
         module_type: the class; instances of exactly this class are meant.
         per_channel: names of its parameters and buffers with one entry (or slice) per channel in dimension 0.
         size_attributes: names of its integer attributes that hold the number of channels.
-        activation: the Activation that it is, or a function that makes one from the module. Only an activation right
-            after a layer, or after its BatchNorm, makes that layer splittable.
+        activation: the Activation that it is; a name, module or function that `activation` knows, such as "silu"; or a
+            function that makes an Activation from the module. Only an activation right after a layer, or after its
+            BatchNorm, makes that layer splittable.
         linear: the output is linear in the input for every channel, so that the module adds no curvature.
 
     Raises:
-        TypeError: module_type is not a subclass of nn.Module.
+        TypeError: module_type is not a subclass of nn.Module, per_channel or size_attributes is not a sequence of
+            names, or activation is none of what it may be.
+        ValueError: no activation has this name.
     """
     if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
         raise TypeError(f"module_type must be a subclass of nn.Module, got {module_type!r}")
-    fixed = activation
-    make = (lambda module: fixed) if isinstance(fixed, Activation) else fixed
+    _require_names("per_channel", per_channel)
+    _require_names("size_attributes", size_attributes)
+    make = None if activation is None else _activation_maker(module_type, activation)
     _CUSTOM[module_type] = CustomLayer(tuple(per_channel), tuple(size_attributes), make, linear)
+
+
+def _require_names(name: str, value: object) -> None:
+    # A string is a sequence of letters.
+    if isinstance(value, str) or not (isinstance(value, Sequence) and all(isinstance(entry, str) for entry in value)):
+        raise TypeError(f"{name} must be a sequence of names, such as ['weight'], got {value!r}")
+
+
+def _activation_maker(module_type: type[nn.Module], given: Any) -> Callable[[Any], Activation]:
+    """Return the function that makes the Activation of a module of a registered type."""
+    if isinstance(given, str) and not is_activation(given):
+        raise ValueError(f"activation must be one of {', '.join(activation_names())}; got {given!r}")
+    if isinstance(given, Activation) or (isinstance(given, Hashable) and is_activation(given)):
+        fixed = activation(given)
+        return lambda module: fixed
+    # A module that is no known activation, or the class of one, would be called with the module and make no Activation.
+    is_module = isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module))
+    if is_module or not callable(given):
+        raise TypeError(
+            "activation must be an Activation, a name, module or function that s3d_fast.activation knows, or a "
+            f"function that makes an Activation from the module; got {given!r}"
+        )
+
+    def make(module: Any) -> Activation:
+        made = given(module)
+        if not isinstance(made, Activation):
+            raise TypeError(f"the activation of {module_type.__name__} must make an Activation, got {made!r}")
+        return made
+
+    return make
 
 
 def custom_layer(module: nn.Module) -> CustomLayer | None:
