@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, overload
 
 import torch
@@ -21,7 +22,12 @@ from s3d_fast.solvers.spectrum import Spectrum
 # Start vectors must not resemble the data, which is often random and often drawn after manual_seed(0): from a start in
 # the span of few rows a Krylov space would be exhausted before it has seen the rest of the spectrum.
 DEFAULT_SEED = 0x53D5EED
-SOLVERS: dict[str, Callable[..., Solver]] = {"lanczos": Lanczos, "auto": Auto, "rayleigh": Rayleigh, "exact": Exact}
+SOLVERS: dict[str, type[Lanczos | Auto | Rayleigh | Exact]] = {
+    "lanczos": Lanczos,
+    "auto": Auto,
+    "rayleigh": Rayleigh,
+    "exact": Exact,
+}
 
 
 @overload
@@ -123,10 +129,14 @@ def _solver(solver: str | Solver, max_iters: int | None, options: Mapping[str, A
         require.count("max_iters", max_iters)
     if solver == "exact":
         given.pop("max_iters", None)
-    try:
-        return SOLVERS[solver](**given)
-    except TypeError as error:
-        raise TypeError(f"solver {solver!r} has no option {', '.join(options)}") from error
+    for name, value in options.items():
+        owners = [kind for kind in SOLVERS.values() if name in {field.name for field in fields(kind)}]
+        if SOLVERS[solver] not in owners:
+            # A bad value is the first thing to say, whichever solver the option belongs to.
+            for owner in owners:
+                owner(**{name: value})
+            raise TypeError(f"solver {solver!r} has no option {name!r}")
+    return SOLVERS[solver](**given)
 
 
 def _as_list(operator: object) -> list[SplittingOperator]:

@@ -88,9 +88,9 @@ with triton_options(precision="high"):
     s3d_fast.splitting_matvec(X, C, V)
 s3d_fast.extremal_eigenpairs((X, C))
 assert "triton" not in sys.modules
-assert "s3d_fast.kernels" not in sys.modules
+assert "s3d_fast.backends.triton" not in sys.modules
 try:
-    s3d_fast.splitting_matvec(X, C, V)
+    s3d_fast.splitting_matvec(X, C, V, backend="triton")
 except RuntimeError as error:
     print(error)
 """
