@@ -40,11 +40,12 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
         for (int64_t j = task * per_task; j < std::min(filters, (task + 1) * per_task); ++j) {
             T* vectors = spaces + j * basis.stride(0);
             T* next = vectors + (step + 1) * width;
+            T* const off_diagonal = couplings + j * beta.stride(0);
             T& a = diagonals[j * alpha.stride(0) + step];
-            T& b = couplings[j * beta.stride(0) + step];
+            T& b = off_diagonal[step];
             T& largest = scales[j];
             int64_t& dimension = lengths[j];
-            if (step > 0 && (&b)[-1] == 0) {
+            if (step > 0 && off_diagonal[step - 1] == 0) {
                 // Exhausted before: nothing is added.
                 a = b = 0;
                 std::fill(next, next + width, T(0));

@@ -23,6 +23,10 @@ void run_tasks(int64_t count, const Task& task) {
 // Memory of the calling thread, kept for the next call: a fresh allocation costs a page fault per 4 KiB.
 class Scratch {
  public:
+    // A copy would free the same memory twice.
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+
     static Scratch& of_thread() {
         static thread_local Scratch scratch;
         return scratch;
