@@ -1,12 +1,8 @@
-// What the compiler's target always has: SSE2 on x86-64, NEON on AArch64.
-#include "kernels.h"
-
+// Compiles the loops for the compiler's default target: SSE2 on x86-64, NEON on AArch64.
+#define S3D_ISA portable
 #define S3D_ISA_NAME "portable"
 #define S3D_VECTOR_BYTES 16
 #define S3D_TILE_ROWS 4
 #define S3D_TILE_VECTORS 2
 #define S3D_HALF_LANES 0
-
-namespace s3d::portable {
 #include "simd/set.h"
-}  // namespace s3d::portable

@@ -1,4 +1,27 @@
-// Defines `instruction_set` from all loops of this folder: compiled once per instruction set, inside its namespace.
+// Defines s3d::S3D_ISA::instruction_set, which holds all loops of this folder, compiled for S3D_X86_TARGET.
+//
+// Each source file of this folder defines the S3D_ macros and includes this header once. Without S3D_X86_TARGET, the
+// loops use the compiler's default target. With it, other processors than x86-64 skip the file.
+#include "kernels.h"
+
+#if !defined(S3D_X86_TARGET) || defined(__x86_64__)
+
+#if defined(S3D_X86_TARGET)
+#include <immintrin.h>
+
+// A pragma does not expand macros, but _Pragma does. The headers above stay outside of the target: see vector.h.
+#define S3D_PRAGMA_TEXT(pragma) _Pragma(#pragma)
+#define S3D_PRAGMA(pragma) S3D_PRAGMA_TEXT(pragma)
+#if defined(__clang__)
+S3D_PRAGMA(clang attribute push(__attribute__((target(S3D_X86_TARGET))), apply_to = function))
+#else
+S3D_PRAGMA(GCC push_options)
+S3D_PRAGMA(GCC target(S3D_X86_TARGET))
+#endif
+#endif
+
+namespace s3d::S3D_ISA {
+
 #include "simd/vector.h"
 #include "simd/panel.h"
 #include "simd/elementwise.h"
@@ -20,3 +43,15 @@ constexpr Kernels<T> table() {
 
 extern const InstructionSet instruction_set = {
     S3D_ISA_NAME, table<float>(), table<double>(), {widen_bfloat16, widen_float16}};
+
+}  // namespace s3d::S3D_ISA
+
+#if defined(S3D_X86_TARGET)
+#if defined(__clang__)
+S3D_PRAGMA(clang attribute pop)
+#else
+S3D_PRAGMA(GCC pop_options)
+#endif
+#endif
+
+#endif
