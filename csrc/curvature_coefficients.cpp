@@ -2,7 +2,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include "kernels.h"
-#include "operators.h"
+#include "operator.h"
 #include "parallel.h"
 
 namespace s3d {
@@ -82,8 +82,6 @@ void compute_into(const at::Tensor& out, const at::Tensor& g, const at::Tensor& 
     }
 }
 
-}  // namespace
-
 at::Tensor curvature_coefficients_meta(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
                                        int64_t axis, int64_t curvature, double a, double b,
                                        at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump, double sharpness) {
@@ -121,4 +119,18 @@ void curvature_coefficients_inplace(at::Tensor& g, const at::Tensor& z, const st
     mark_changed(g);
 }
 
+TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    register_operator(
+        m,
+        "curvature_coefficients(Tensor g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] "
+        "kink_at, float[] kink_jump, float sharpness) -> Tensor",
+        curvature_coefficients, curvature_coefficients_meta);
+    register_operator(
+        m,
+        "curvature_coefficients_(Tensor(a!) g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, "
+        "float[] kink_at, float[] kink_jump, float sharpness) -> ()",
+        curvature_coefficients_inplace, curvature_coefficients_inplace_meta);
+}
+
+}  // namespace
 }  // namespace s3d

@@ -5,7 +5,8 @@
 // products over points, a gather and a scatter. A task is a panel of filters against a slice of the clouds.
 #include <memory>
 
-#include "operators.h"
+#include "checks.h"
+#include "operator.h"
 #include "panels.h"
 
 namespace s3d {
@@ -128,8 +129,6 @@ class EdgeConvProduct {
     const std::unique_ptr<T[]> partials_;  // (slices, panels, 2 features + 1, width)
 };
 
-}  // namespace
-
 at::Tensor edgeconv_matvec_meta(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
                                 bool bias) {
     check_storage("X", X, V);
@@ -159,4 +158,10 @@ at::Tensor edgeconv_matvec(const at::Tensor& X, const at::Tensor& winner, const 
     return result;
 }
 
+TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    register_operator(m, "edgeconv_matvec(Tensor X, Tensor winner, Tensor C, Tensor V, bool bias) -> Tensor",
+                      edgeconv_matvec, edgeconv_matvec_meta);
+}
+
+}  // namespace
 }  // namespace s3d

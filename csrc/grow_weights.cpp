@@ -1,13 +1,14 @@
 // The weights of layers after splits, in one pass over the new weights, all of them in one call:
 //     out[r, i, :] = (row_scale[r] * weight[rows[r], columns[i], :] + shift[shift_rows[r], columns[i], :]) *
 //     column_scale[i]
+#include <ATen/core/List.h>
 #include <ATen/ops/arange.h>
 
 #include <algorithm>
 #include <deque>
 
 #include "kernels.h"
-#include "operators.h"
+#include "operator.h"
 #include "parallel.h"
 
 namespace s3d {
@@ -74,6 +75,7 @@ class ColumnPlan {
 };
 
 using Optional = std::optional<at::Tensor>;
+using OptionalTensors = c10::List<Optional>;
 
 // One tensor that grows, all of its inputs dense.
 template <typename T>
@@ -170,8 +172,6 @@ at::Tensor grown_like(const at::Tensor& weight, const at::Tensor& rows, const Op
     return at::empty(sizes, weight.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-}  // namespace
-
 std::vector<at::Tensor> grow_weights_meta(at::TensorList weight, at::TensorList rows, const OptionalTensors& row_scale,
                                           const OptionalTensors& shift, const OptionalTensors& shift_rows,
                                           const OptionalTensors& columns, const OptionalTensors& column_scale,
@@ -217,4 +217,13 @@ std::vector<at::Tensor> grow_weights(at::TensorList weight, at::TensorList rows,
     return results;
 }
 
+TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    register_operator(
+        m,
+        "grow_weights(Tensor[] weight, Tensor[] rows, Tensor?[] row_scale, Tensor?[] shift, Tensor?[] shift_rows, "
+        "Tensor?[] columns, Tensor?[] column_scale, float[] shift_scale) -> Tensor[]",
+        grow_weights, grow_weights_meta);
+}
+
+}  // namespace
 }  // namespace s3d

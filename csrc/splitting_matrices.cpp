@@ -6,7 +6,8 @@
 
 #include <memory>
 
-#include "operators.h"
+#include "checks.h"
+#include "operator.h"
 #include "panels.h"
 
 namespace s3d {
@@ -154,8 +155,6 @@ void compute(const at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bo
     }
 }
 
-}  // namespace
-
 at::Tensor splitting_matrices_meta(const at::Tensor& X, const at::Tensor& C, bool bias) {
     const auto type = X.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     TORCH_CHECK_VALUE(X.dim() == 2 && C.dim() == 2, "X must have shape (N, D) and C (N, M), got ", X.sizes(), " and ",
@@ -190,4 +189,12 @@ void add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tens
     mark_changed(out);
 }
 
+TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    register_operator(m, "splitting_matrices(Tensor X, Tensor C, bool bias) -> Tensor", splitting_matrices,
+                      splitting_matrices_meta);
+    register_operator(m, "add_splitting_matrices(Tensor(a!) out, Tensor X, Tensor C, bool bias, float weight) -> ()",
+                      add_splitting_matrices, add_splitting_matrices_meta);
+}
+
+}  // namespace
 }  // namespace s3d

@@ -5,7 +5,8 @@
 // sums, which are added in order afterwards.
 #include <memory>
 
-#include "operators.h"
+#include "checks.h"
+#include "operator.h"
 #include "panels.h"
 
 namespace s3d {
@@ -131,8 +132,6 @@ at::Tensor result_like(const at::Tensor& V) {
     return at::empty(V.sizes(), V.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-}  // namespace
-
 void check_rows(const at::Tensor& X, const at::Tensor& C, const at::Tensor& V, bool bias) {
     check_storage("X", X, V);
     check_storage("C", C, V);
@@ -184,4 +183,12 @@ at::Tensor splitting_matvec(const at::Tensor& X, const at::Tensor& C, const at::
     return splitting_matvec_grouped({X}, {C}, {V}, c10::List<bool>({bias}))[0];
 }
 
+TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    register_operator(m, "splitting_matvec(Tensor X, Tensor C, Tensor V, bool bias) -> Tensor", splitting_matvec,
+                      splitting_matvec_meta);
+    register_operator(m, "splitting_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] V, bool[] bias) -> Tensor[]",
+                      splitting_matvec_grouped, splitting_matvec_grouped_meta);
+}
+
+}  // namespace
 }  // namespace s3d

@@ -2,7 +2,7 @@
 // each matrix on one thread. The full spectrum, which LAPACK's drivers find, is most of their work and is not wanted
 // here.
 #include "kernels.h"
-#include "operators.h"
+#include "operator.h"
 #include "parallel.h"
 #include "tridiagonal.h"
 
@@ -88,8 +88,6 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
     });
 }
 
-}  // namespace
-
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S) {
     TORCH_CHECK_TYPE(S.scalar_type() == at::kFloat || S.scalar_type() == at::kDouble,
                      "S must be float32 or float64, got ", S.scalar_type());
@@ -110,4 +108,10 @@ std::tuple<at::Tensor, at::Tensor> symmetric_extremes(const at::Tensor& S) {
     return result;
 }
 
+TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    register_operator(m, "symmetric_extremes(Tensor S) -> (Tensor, Tensor)", symmetric_extremes,
+                      symmetric_extremes_meta);
+}
+
+}  // namespace
 }  // namespace s3d
