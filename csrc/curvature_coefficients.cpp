@@ -1,6 +1,7 @@
 // C = g * act''(z) * s^2 in one pass.
 #include <ATen/MemoryOverlap.h>
 
+#include "dtype.h"
 #include "kernels.h"
 #include "operator.h"
 #include "parallel.h"
@@ -26,8 +27,7 @@ CurvatureFormula formula_of(int64_t curvature, double a, double b, at::ArrayRef<
 }
 
 void check(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale, int64_t axis) {
-    TORCH_CHECK_TYPE(g.scalar_type() == at::kFloat || g.scalar_type() == at::kDouble,
-                     "g must be float32 or float64, got ", g.scalar_type());
+    TORCH_CHECK_TYPE(is_compute_dtype(g.scalar_type()), "g must be float32 or float64, got ", g.scalar_type());
     TORCH_CHECK_TYPE(z.scalar_type() == g.scalar_type(), "z must be ", g.scalar_type(), ", got ", z.scalar_type());
     TORCH_CHECK_VALUE(z.sizes() == g.sizes(), "z must have shape ", g.sizes(), ", got ", z.sizes());
     TORCH_CHECK_VALUE(z.device() == g.device(), "z must be on ", g.device(), ", got ", z.device());
@@ -71,15 +71,11 @@ void compute_into(const at::Tensor& out, const at::Tensor& g, const at::Tensor& 
     for (int64_t d = axis + 1; d < g.dim(); ++d) inner *= g.size(d);
     const at::Tensor z_dense = z.contiguous();
     const at::Tensor scale_dense = scale ? scale->contiguous() : at::Tensor();
-    if (g.scalar_type() == at::kFloat) {
-        compute<float>(formula, g.const_data_ptr<float>(), z_dense.const_data_ptr<float>(),
-                       scale ? scale_dense.const_data_ptr<float>() : nullptr, g.numel(), g.size(axis), inner,
-                       out.mutable_data_ptr<float>());
-    } else {
-        compute<double>(formula, g.const_data_ptr<double>(), z_dense.const_data_ptr<double>(),
-                        scale ? scale_dense.const_data_ptr<double>() : nullptr, g.numel(), g.size(axis), inner,
-                        out.mutable_data_ptr<double>());
-    }
+    with_dtype(g.scalar_type(), [&]<typename T>() {
+        compute<T>(formula, g.const_data_ptr<T>(), z_dense.const_data_ptr<T>(),
+                   scale ? scale_dense.const_data_ptr<T>() : nullptr, g.numel(), g.size(axis), inner,
+                   out.mutable_data_ptr<T>());
+    });
 }
 
 at::Tensor curvature_coefficients_meta(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,

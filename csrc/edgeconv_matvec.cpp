@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "checks.h"
+#include "dtype.h"
 #include "operator.h"
 #include "panels.h"
 
@@ -150,11 +151,7 @@ at::Tensor edgeconv_matvec(const at::Tensor& X, const at::Tensor& winner, const 
     at::Tensor result = edgeconv_matvec_meta(X, winner, C, V, bias);
     if (result.numel() == 0 || C.numel() == 0) return result.zero_();
     const at::Tensor places = winner.stride(-1) == 1 ? winner : winner.contiguous();
-    if (V.scalar_type() == at::kFloat) {
-        EdgeConvProduct<float>(X, places, C, V, bias, result).run();
-    } else {
-        EdgeConvProduct<double>(X, places, C, V, bias, result).run();
-    }
+    with_dtype(V.scalar_type(), [&]<typename T>() { EdgeConvProduct<T>(X, places, C, V, bias, result).run(); });
     return result;
 }
 

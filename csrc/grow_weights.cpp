@@ -5,8 +5,8 @@
 #include <ATen/ops/arange.h>
 
 #include <algorithm>
-#include <deque>
 
+#include "dtype.h"
 #include "kernels.h"
 #include "operator.h"
 #include "parallel.h"
@@ -131,7 +131,7 @@ class Growth {
 };
 
 template <typename T>
-void run_all(const std::deque<Growth<T>>& growths) {
+void run_all(const std::list<Growth<T>>& growths) {
     std::vector<std::pair<const Growth<T>*, int64_t>> tasks;
     for (const Growth<T>& growth : growths) {
         for (int64_t task = 0; task < growth.tasks(); ++task) tasks.emplace_back(&growth, task);
@@ -144,7 +144,7 @@ at::Tensor grown_like(const at::Tensor& weight, const at::Tensor& rows, const Op
                       const Optional& shift, const Optional& shift_rows, const Optional& columns,
                       const Optional& column_scale) {
     const at::ScalarType type = weight.scalar_type();
-    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "weight must be float32 or float64, got ", type);
+    TORCH_CHECK_TYPE(is_compute_dtype(type), "weight must be float32 or float64, got ", type);
     TORCH_CHECK_VALUE(weight.dim() >= 1, "weight must have at least one dimension");
     check_vector("rows", rows, at::kLong, weight, -1);
     if (row_scale) check_vector("row_scale", *row_scale, type, weight, rows.size(0));
@@ -195,8 +195,7 @@ std::vector<at::Tensor> grow_weights(at::TensorList weight, at::TensorList rows,
                                      at::ArrayRef<double> shift_scale) {
     const auto results =
         grow_weights_meta(weight, rows, row_scale, shift, shift_rows, columns, column_scale, shift_scale);
-    std::deque<Growth<float>> singles;
-    std::deque<Growth<double>> doubles;
+    ItemsByDtype<Growth> growths;
     for (size_t i = 0; i < results.size(); ++i) {
         const at::Tensor row_index = rows[i].contiguous(), shift_index = dense(shift_rows.get(i));
         at::Tensor column_index = dense(columns.get(i));
@@ -206,14 +205,13 @@ std::vector<at::Tensor> grow_weights(at::TensorList weight, at::TensorList rows,
         if (results[i].numel() == 0) continue;
         const Optional scale = column_scale.get(i);
         if (scale && !column_index.defined()) column_index = at::arange(weight[i].size(1), row_index.options());
-        const auto add = [&](auto& growths) {
-            growths.emplace_back(weight[i].contiguous(), row_index, dense(row_scale.get(i)), dense(shift.get(i)),
-                                 shift_index, column_index, dense(scale), shift_scale[i], results[i]);
-        };
-        weight[i].scalar_type() == at::kFloat ? add(singles) : add(doubles);
+        with_dtype(weight[i].scalar_type(), [&]<typename T>() {
+            growths.of<T>().emplace_back(weight[i].contiguous(), row_index, dense(row_scale.get(i)),
+                                         dense(shift.get(i)), shift_index, column_index, dense(scale), shift_scale[i],
+                                         results[i]);
+        });
     }
-    run_all(singles);
-    run_all(doubles);
+    growths.for_each_dtype([](const auto& of_dtype) { run_all(of_dtype); });
     return results;
 }
 

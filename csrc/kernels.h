@@ -117,14 +117,12 @@ std::vector<std::string> compiled_isas();
 void use_isa(const std::string& name);
 
 template <typename T>
-const Kernels<T>& kernels();
-template <>
-inline const Kernels<float>& kernels<float>() {
-    return isa().f32;
-}
-template <>
-inline const Kernels<double>& kernels<double>() {
-    return isa().f64;
+const Kernels<T>& kernels() {
+    if constexpr (sizeof(T) == sizeof(float)) {
+        return isa().f32;
+    } else {
+        return isa().f64;
+    }
 }
 
 }  // namespace s3d

@@ -1,4 +1,5 @@
 // The parts of Lanczos that are small per filter and would be many small calls otherwise.
+#include "dtype.h"
 #include "kernels.h"
 #include "operator.h"
 #include "parallel.h"
@@ -71,7 +72,7 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
 void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,
                         at::Tensor& length, at::Tensor& scale, int64_t step) {
     const auto type = basis.scalar_type();
-    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "basis must be float32 or float64, got ", type);
+    TORCH_CHECK_TYPE(is_compute_dtype(type), "basis must be float32 or float64, got ", type);
     TORCH_CHECK_VALUE(basis.dim() == 3 && basis.size(2) > 0 && basis.is_contiguous(),
                       "basis must be contiguous, (M, capacity, D), D > 0, got ", basis.sizes());
     const int64_t filters = basis.size(0);
@@ -102,11 +103,7 @@ void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alp
                    at::Tensor& length, at::Tensor& scale, int64_t step) {
     krylov_extend_meta(basis, product, alpha, beta, length, scale, step);
     const at::Tensor dense = product.contiguous();
-    if (basis.scalar_type() == at::kFloat) {
-        extend<float>(basis, dense, alpha, beta, length, scale, step);
-    } else {
-        extend<double>(basis, dense, alpha, beta, length, scale, step);
-    }
+    with_dtype(basis.scalar_type(), [&]<typename T>() { extend<T>(basis, dense, alpha, beta, length, scale, step); });
     for (const at::Tensor* changed : {&basis, &alpha, &beta, &length, &scale}) mark_changed(*changed);
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "checks.h"
+#include "dtype.h"
 #include "operator.h"
 #include "panels.h"
 
@@ -148,11 +149,8 @@ void check(const at::Tensor& X, const at::Tensor& C, const at::Tensor& like) {
 
 void compute(const at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight, bool add) {
     if (out.numel() == 0) return;
-    if (out.scalar_type() == at::kFloat) {
-        DenseMatrices<float>(X, C, bias, out, static_cast<float>(weight), add).run();
-    } else {
-        DenseMatrices<double>(X, C, bias, out, weight, add).run();
-    }
+    with_dtype(out.scalar_type(),
+               [&]<typename T>() { DenseMatrices<T>(X, C, bias, out, static_cast<T>(weight), add).run(); });
 }
 
 at::Tensor splitting_matrices_meta(const at::Tensor& X, const at::Tensor& C, bool bias) {

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "checks.h"
+#include "dtype.h"
 #include "operator.h"
 #include "panels.h"
 
@@ -111,7 +112,7 @@ struct Layer {
 };
 
 template <typename T>
-void run_layers(std::vector<Layer<T>>& layers) {
+void run_layers(std::list<Layer<T>>& layers) {
     const int64_t threads = at::get_num_threads();
     double total = 0;
     for (const Layer<T>& layer : layers) total += layer.flops();
@@ -159,18 +160,13 @@ std::vector<at::Tensor> splitting_matvec_grouped_meta(at::TensorList X, at::Tens
 std::vector<at::Tensor> splitting_matvec_grouped(at::TensorList X, at::TensorList C, at::TensorList V,
                                                  c10::List<bool> bias) {
     std::vector<at::Tensor> results = splitting_matvec_grouped_meta(X, C, V, bias);
-    std::vector<Layer<float>> singles;
-    std::vector<Layer<double>> doubles;
+    ItemsByDtype<Layer> layers;
     for (size_t i = 0; i < results.size(); ++i) {
         if (results[i].numel() == 0) continue;
-        if (V[i].scalar_type() == at::kFloat) {
-            singles.emplace_back(X[i], C[i], V[i], bias[i], results[i]);
-        } else {
-            doubles.emplace_back(X[i], C[i], V[i], bias[i], results[i]);
-        }
+        with_dtype(V[i].scalar_type(),
+                   [&]<typename T>() { layers.of<T>().emplace_back(X[i], C[i], V[i], bias[i], results[i]); });
     }
-    run_layers(singles);
-    run_layers(doubles);
+    layers.for_each_dtype([](auto& of_dtype) { run_layers(of_dtype); });
     return results;
 }
 

@@ -1,6 +1,7 @@
 // The extreme eigenpairs of many small symmetric matrices: Householder's reduction to tridiagonal form, in float64,
 // each matrix on one thread. The full spectrum, which LAPACK's drivers find, is most of their work and is not wanted
 // here.
+#include "dtype.h"
 #include "kernels.h"
 #include "operator.h"
 #include "parallel.h"
@@ -89,8 +90,7 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
 }
 
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S) {
-    TORCH_CHECK_TYPE(S.scalar_type() == at::kFloat || S.scalar_type() == at::kDouble,
-                     "S must be float32 or float64, got ", S.scalar_type());
+    TORCH_CHECK_TYPE(is_compute_dtype(S.scalar_type()), "S must be float32 or float64, got ", S.scalar_type());
     TORCH_CHECK_VALUE(S.dim() == 3 && S.size(1) == S.size(2) && S.size(1) > 0,
                       "S must have shape (M, D, D), D > 0, got ", S.sizes());
     const auto options = S.options().dtype(at::kDouble);
@@ -100,11 +100,7 @@ std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S) 
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes(const at::Tensor& S) {
     auto result = symmetric_extremes_meta(S);
     const at::Tensor dense = S.contiguous();
-    if (S.scalar_type() == at::kFloat) {
-        compute<float>(dense, std::get<0>(result), std::get<1>(result));
-    } else {
-        compute<double>(dense, std::get<0>(result), std::get<1>(result));
-    }
+    with_dtype(S.scalar_type(), [&]<typename T>() { compute<T>(dense, std::get<0>(result), std::get<1>(result)); });
     return result;
 }
 

@@ -1,4 +1,5 @@
 // Finds the extreme eigenpairs of symmetric tridiagonal matrices, one matrix per filter.
+#include "dtype.h"
 #include "operator.h"
 #include "parallel.h"
 #include "tridiagonal.h"
@@ -26,7 +27,7 @@ void extremes(const at::Tensor& alpha, const at::Tensor& beta, const at::Tensor&
 std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& alpha, const at::Tensor& beta,
                                                              const at::Tensor& length) {
     const auto type = alpha.scalar_type();
-    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "alpha must be float32 or float64, got ", type);
+    TORCH_CHECK_TYPE(is_compute_dtype(type), "alpha must be float32 or float64, got ", type);
     TORCH_CHECK_TYPE(beta.scalar_type() == type, "beta must be ", type, ", got ", beta.scalar_type());
     TORCH_CHECK_TYPE(length.scalar_type() == at::kLong, "length must be int64, got ", length.scalar_type());
     TORCH_CHECK_VALUE(alpha.dim() == 2 && alpha.size(1) > 0, "alpha must have shape (M, k), k > 0, got ",
@@ -50,11 +51,8 @@ std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes(const at::Tensor& alpha,
     }
     const at::Tensor a = alpha.stride(1) == 1 ? alpha : alpha.contiguous();
     const at::Tensor b = beta.stride(1) == 1 ? beta : beta.contiguous();
-    if (a.scalar_type() == at::kFloat) {
-        extremes<float>(a, b, lengths, std::get<0>(result), std::get<1>(result));
-    } else {
-        extremes<double>(a, b, lengths, std::get<0>(result), std::get<1>(result));
-    }
+    with_dtype(a.scalar_type(),
+               [&]<typename T>() { extremes<T>(a, b, lengths, std::get<0>(result), std::get<1>(result)); });
     return result;
 }
 
