@@ -5,15 +5,40 @@
 
 namespace s3d {
 
+void check_compute_dtype(const char* name, const at::Tensor& tensor) {
+    TORCH_CHECK_TYPE(is_compute_dtype(tensor.scalar_type()), name, " must be float32 or float64, got ",
+                     tensor.scalar_type());
+}
+
+void check_dtype(const char* name, const at::Tensor& tensor, at::ScalarType type) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == type, name, " must be ", type, ", got ", tensor.scalar_type());
+}
+
+void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& like) {
+    TORCH_CHECK_VALUE(tensor.device() == like.device(), name, " must be on ", like.device(), ", got ", tensor.device());
+}
+
 void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor& compute) {
     const at::ScalarType type = compute.scalar_type(), stored = tensor.scalar_type();
-    TORCH_CHECK_TYPE(is_compute_dtype(type), "V must be float32 or float64, got ", type);
-    const bool fits = stored == type || (type == at::kFloat && (stored == at::kBFloat16 || stored == at::kHalf));
-    TORCH_CHECK_TYPE(fits, name, " must be ", type, type == at::kFloat ? ", bfloat16 or float16" : "", ", got ",
-                     stored);
-    TORCH_CHECK_VALUE(tensor.device() == compute.device(), name, " must be on ", compute.device(), ", got ",
-                      tensor.device());
+    const bool single = type == at::kFloat;
+    TORCH_CHECK_TYPE(stored == type || (single && (stored == at::kBFloat16 || stored == at::kHalf)), name, " must be ",
+                     type, single ? ", bfloat16 or float16" : "", ", got ", stored);
+    check_device(name, tensor, compute);
     TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && compute.layout() == at::kStrided, name, " must be dense");
+}
+
+void check_rows(const at::Tensor& X, const at::Tensor& C, const at::Tensor& compute) {
+    check_storage("X", X, compute);
+    check_storage("C", C, compute);
+    TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (N, D), got ", X.sizes());
+    TORCH_CHECK_VALUE(C.dim() == 2 && C.size(0) == X.size(0), "C must have shape (", X.size(0), ", M), got ",
+                      C.sizes());
+}
+
+void check_vectors(const at::Tensor& V, int64_t filters, int64_t depth) {
+    TORCH_CHECK_VALUE(V.dim() == 2 || V.dim() == 3, "V must have shape (M, D) or (K, M, D), got ", V.sizes());
+    TORCH_CHECK_VALUE(V.size(-2) == filters && V.size(-1) == depth, "V must have shape (..., ", filters, ", ", depth,
+                      "), got ", V.sizes());
 }
 
 }  // namespace s3d

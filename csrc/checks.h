@@ -6,7 +6,23 @@
 
 namespace s3d {
 
-// Raises unless `compute` is float32 or float64 and `tensor` is stored in that type, or in 16 bits for float32.
+// Raises unless the tensor is float32 or float64, the types that operators compute in.
+void check_compute_dtype(const char* name, const at::Tensor& tensor);
+
+// Raises unless the tensor has this dtype.
+void check_dtype(const char* name, const at::Tensor& tensor, at::ScalarType type);
+
+// Raises unless the tensor is on the device of `like`.
+void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& like);
+
+// Raises unless the tensor is dense, on the device of `compute`, and stored in the dtype of `compute`. For float32,
+// bfloat16 and float16 are allowed too.
 void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor& compute);
+
+// Raises unless X is (N, D) and C is (N, M), both stored as check_storage asks.
+void check_rows(const at::Tensor& X, const at::Tensor& C, const at::Tensor& compute);
+
+// Raises unless V is (M, D) or (K, M, D) with M = `filters` and D = `depth`.
+void check_vectors(const at::Tensor& V, int64_t filters, int64_t depth);
 
 }  // namespace s3d

@@ -132,17 +132,16 @@ class EdgeConvProduct {
 
 at::Tensor edgeconv_matvec_meta(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
                                 bool bias) {
+    check_compute_dtype("V", V);
     check_storage("X", X, V);
     check_storage("C", C, V);
     TORCH_CHECK_VALUE(X.dim() == 3, "X must have shape (B, P, F), got ", X.sizes());
     TORCH_CHECK_VALUE(C.dim() == 3 && C.size(0) == X.size(0) && C.size(1) == X.size(1), "C must have shape (",
                       X.size(0), ", ", X.size(1), ", M), got ", C.sizes());
-    TORCH_CHECK_TYPE(winner.scalar_type() == at::kLong, "winner must be int64, got ", winner.scalar_type());
+    check_dtype("winner", winner, at::kLong);
     TORCH_CHECK_VALUE(winner.sizes() == C.sizes(), "winner must have shape ", C.sizes(), ", got ", winner.sizes());
-    TORCH_CHECK_VALUE(winner.device() == X.device(), "winner must be on ", X.device(), ", got ", winner.device());
-    TORCH_CHECK_VALUE(V.dim() == 2 || V.dim() == 3, "V must have shape (M, D) or (K, M, D), got ", V.sizes());
-    TORCH_CHECK_VALUE(V.size(-2) == C.size(2) && V.size(-1) == 2 * X.size(2) + bias, "V must have shape (..., ",
-                      C.size(2), ", ", 2 * X.size(2) + bias, "), got ", V.sizes());
+    check_device("winner", winner, X);
+    check_vectors(V, C.size(2), 2 * X.size(2) + bias);
     return at::empty(V.sizes(), V.options());
 }
 

@@ -1,4 +1,5 @@
 // The parts of Lanczos that are small per filter and would be many small calls otherwise.
+#include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
 #include "operator.h"
@@ -71,8 +72,7 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
 
 void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,
                         at::Tensor& length, at::Tensor& scale, int64_t step) {
-    const auto type = basis.scalar_type();
-    TORCH_CHECK_TYPE(is_compute_dtype(type), "basis must be float32 or float64, got ", type);
+    check_compute_dtype("basis", basis);
     TORCH_CHECK_VALUE(basis.dim() == 3 && basis.size(2) > 0 && basis.is_contiguous(),
                       "basis must be contiguous, (M, capacity, D), D > 0, got ", basis.sizes());
     const int64_t filters = basis.size(0);
@@ -89,13 +89,13 @@ void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor
                       "length must have shape (", filters, "), got ", length.sizes());
     TORCH_CHECK_VALUE(scale.dim() == 1 && scale.size(0) == filters && scale.is_contiguous(), "scale must have shape (",
                       filters, "), got ", scale.sizes());
-    TORCH_CHECK_TYPE(length.scalar_type() == at::kLong, "length must be int64, got ", length.scalar_type());
-    TORCH_CHECK_TYPE(product.scalar_type() == type && alpha.scalar_type() == type && beta.scalar_type() == type &&
-                         scale.scalar_type() == type,
-                     "product, alpha, beta and scale must be ", type);
-    for (const at::Tensor* other : std::initializer_list<const at::Tensor*>{&product, &alpha, &beta, &length, &scale}) {
-        TORCH_CHECK_VALUE(other->device() == basis.device(), "product, alpha, beta, length and scale must be on ",
-                          basis.device(), ", got ", other->device());
+    check_dtype("length", length, at::kLong);
+    check_device("length", length, basis);
+    const std::pair<const char*, const at::Tensor*> others[] = {
+        {"product", &product}, {"alpha", &alpha}, {"beta", &beta}, {"scale", &scale}};
+    for (const auto& [name, tensor] : others) {
+        check_dtype(name, *tensor, basis.scalar_type());
+        check_device(name, *tensor, basis);
     }
 }
 

@@ -139,14 +139,6 @@ class DenseMatrices {
     std::unique_ptr<T[]> partials_;  // (slices, panels, pairs, width), where there is more than one slice
 };
 
-void check(const at::Tensor& X, const at::Tensor& C, const at::Tensor& like) {
-    check_storage("X", X, like);
-    check_storage("C", C, like);
-    TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (N, D), got ", X.sizes());
-    TORCH_CHECK_VALUE(C.dim() == 2 && C.size(0) == X.size(0), "C must have shape (", X.size(0), ", M), got ",
-                      C.sizes());
-}
-
 void compute(const at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight, bool add) {
     if (out.numel() == 0) return;
     with_dtype(out.scalar_type(),
@@ -159,7 +151,7 @@ at::Tensor splitting_matrices_meta(const at::Tensor& X, const at::Tensor& C, boo
                       C.sizes());
     const int64_t depth = X.size(1) + bias;
     const at::Tensor out = at::empty({C.size(1), depth, depth}, X.options().dtype(type));
-    check(X, C, out);
+    check_rows(X, C, out);
     return out;
 }
 
@@ -169,9 +161,9 @@ at::Tensor splitting_matrices(const at::Tensor& X, const at::Tensor& C, bool bia
     return out;
 }
 
-void add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight) {
-    (void)weight;
-    check(X, C, out);
+void add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double) {
+    check_compute_dtype("out", out);
+    check_rows(X, C, out);
     const int64_t depth = X.size(1) + bias;
     const std::vector<int64_t> wanted{C.size(1), depth, depth};
     TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef(wanted), "out must have shape ", at::IntArrayRef(wanted), ", got ",

@@ -133,15 +133,10 @@ at::Tensor result_like(const at::Tensor& V) {
     return at::empty(V.sizes(), V.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-void check_rows(const at::Tensor& X, const at::Tensor& C, const at::Tensor& V, bool bias) {
-    check_storage("X", X, V);
-    check_storage("C", C, V);
-    TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (N, D), got ", X.sizes());
-    TORCH_CHECK_VALUE(C.dim() == 2 && C.size(0) == X.size(0), "C must have shape (", X.size(0), ", M), got ",
-                      C.sizes());
-    TORCH_CHECK_VALUE(V.dim() == 2 || V.dim() == 3, "V must have shape (M, D) or (K, M, D), got ", V.sizes());
-    TORCH_CHECK_VALUE(V.size(-2) == C.size(1) && V.size(-1) == X.size(1) + bias, "V must have shape (..., ", C.size(1),
-                      ", ", X.size(1) + bias, "), got ", V.sizes());
+void check(const at::Tensor& X, const at::Tensor& C, const at::Tensor& V, bool bias) {
+    check_compute_dtype("V", V);
+    check_rows(X, C, V);
+    check_vectors(V, C.size(1), X.size(1) + bias);
 }
 
 std::vector<at::Tensor> splitting_matvec_grouped_meta(at::TensorList X, at::TensorList C, at::TensorList V,
@@ -151,7 +146,7 @@ std::vector<at::Tensor> splitting_matvec_grouped_meta(at::TensorList X, at::Tens
                       " and ", bias.size());
     std::vector<at::Tensor> results;
     for (size_t i = 0; i < X.size(); ++i) {
-        check_rows(X[i], C[i], V[i], bias[i]);
+        check(X[i], C[i], V[i], bias[i]);
         results.push_back(result_like(V[i]));
     }
     return results;
@@ -171,7 +166,7 @@ std::vector<at::Tensor> splitting_matvec_grouped(at::TensorList X, at::TensorLis
 }
 
 at::Tensor splitting_matvec_meta(const at::Tensor& X, const at::Tensor& C, const at::Tensor& V, bool bias) {
-    check_rows(X, C, V, bias);
+    check(X, C, V, bias);
     return result_like(V);
 }
 

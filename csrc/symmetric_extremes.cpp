@@ -1,6 +1,7 @@
 // The extreme eigenpairs of many small symmetric matrices: Householder's reduction to tridiagonal form, in float64,
 // each matrix on one thread. The full spectrum, which LAPACK's drivers find, is most of their work and is not wanted
 // here.
+#include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
 #include "operator.h"
@@ -90,7 +91,7 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
 }
 
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S) {
-    TORCH_CHECK_TYPE(is_compute_dtype(S.scalar_type()), "S must be float32 or float64, got ", S.scalar_type());
+    check_compute_dtype("S", S);
     TORCH_CHECK_VALUE(S.dim() == 3 && S.size(1) == S.size(2) && S.size(1) > 0,
                       "S must have shape (M, D, D), D > 0, got ", S.sizes());
     const auto options = S.options().dtype(at::kDouble);

@@ -1,4 +1,5 @@
 // Finds the extreme eigenpairs of symmetric tridiagonal matrices, one matrix per filter.
+#include "checks.h"
 #include "dtype.h"
 #include "operator.h"
 #include "parallel.h"
@@ -26,17 +27,16 @@ void extremes(const at::Tensor& alpha, const at::Tensor& beta, const at::Tensor&
 
 std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& alpha, const at::Tensor& beta,
                                                              const at::Tensor& length) {
-    const auto type = alpha.scalar_type();
-    TORCH_CHECK_TYPE(is_compute_dtype(type), "alpha must be float32 or float64, got ", type);
-    TORCH_CHECK_TYPE(beta.scalar_type() == type, "beta must be ", type, ", got ", beta.scalar_type());
-    TORCH_CHECK_TYPE(length.scalar_type() == at::kLong, "length must be int64, got ", length.scalar_type());
+    check_compute_dtype("alpha", alpha);
+    check_dtype("beta", beta, alpha.scalar_type());
+    check_dtype("length", length, at::kLong);
     TORCH_CHECK_VALUE(alpha.dim() == 2 && alpha.size(1) > 0, "alpha must have shape (M, k), k > 0, got ",
                       alpha.sizes());
     TORCH_CHECK_VALUE(beta.sizes() == alpha.sizes(), "beta must have shape ", alpha.sizes(), ", got ", beta.sizes());
     TORCH_CHECK_VALUE(length.dim() == 1 && length.size(0) == alpha.size(0), "length must have shape (", alpha.size(0),
                       "), got ", length.sizes());
-    TORCH_CHECK_VALUE(beta.device() == alpha.device() && length.device() == alpha.device(),
-                      "beta and length must be on ", alpha.device(), ", got ", beta.device(), " and ", length.device());
+    check_device("beta", beta, alpha);
+    check_device("length", length, alpha);
     const auto options = alpha.options().dtype(at::kDouble);
     return {at::empty({alpha.size(0), 2}, options), at::empty({alpha.size(0), 2, alpha.size(1)}, options)};
 }
