@@ -1,6 +1,7 @@
-// C = g * act''(z) * s^2 in one pass.
+// Computes the curvature coefficients C = g * act''(z) * scale^2 in one pass, into a new tensor or over g.
 #include <ATen/MemoryOverlap.h>
 
+#include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
 #include "operator.h"
@@ -11,42 +12,60 @@ namespace {
 
 constexpr int64_t entries_per_task = 1 << 14, longest_period = 1 << 12, least_run = 512;
 
-CurvatureFormula formula_of(int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
-                            at::ArrayRef<double> kink_jump, double sharpness) {
-    TORCH_CHECK_VALUE(0 <= curvature && curvature <= static_cast<int64_t>(Curvature::gaussian),
-                      "curvature must be one of the known ones, got ", curvature);
-    TORCH_CHECK_VALUE(kink_at.size() == kink_jump.size() && kink_at.size() <= CurvatureFormula::max_kinks,
-                      "kink_at and kink_jump must have the same length, at most ", CurvatureFormula::max_kinks);
+// The arguments after g and z. The constructor checks all arguments.
+struct Settings {
+    const std::optional<at::Tensor> scale;  // one entry per entry of dimension `axis`
+    const int64_t axis;
     CurvatureFormula formula;
-    formula.curvature = static_cast<Curvature>(curvature);
-    formula.a = a, formula.b = b, formula.sharpness = sharpness;
-    formula.kinks = static_cast<int>(kink_at.size());
-    std::copy(kink_at.begin(), kink_at.end(), formula.kink_at);
-    std::copy(kink_jump.begin(), kink_jump.end(), formula.kink_jump);
-    return formula;
-}
 
-void check(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale, int64_t axis) {
-    TORCH_CHECK_TYPE(is_compute_dtype(g.scalar_type()), "g must be float32 or float64, got ", g.scalar_type());
-    TORCH_CHECK_TYPE(z.scalar_type() == g.scalar_type(), "z must be ", g.scalar_type(), ", got ", z.scalar_type());
-    TORCH_CHECK_VALUE(z.sizes() == g.sizes(), "z must have shape ", g.sizes(), ", got ", z.sizes());
-    TORCH_CHECK_VALUE(z.device() == g.device(), "z must be on ", g.device(), ", got ", z.device());
-    TORCH_CHECK_VALUE(0 <= axis && axis < g.dim(), "axis must be a dimension of g, got ", axis, " for ", g.sizes());
-    if (!scale) return;
-    TORCH_CHECK_TYPE(scale->scalar_type() == g.scalar_type(), "scale must be ", g.scalar_type(), ", got ",
-                     scale->scalar_type());
-    TORCH_CHECK_VALUE(scale->dim() == 1 && scale->size(0) == g.size(axis), "scale must have shape (", g.size(axis),
-                      "), got ", scale->sizes());
-    TORCH_CHECK_VALUE(scale->device() == g.device(), "scale must be on ", g.device(), ", got ", scale->device());
-}
+    Settings(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale, int64_t axis,
+             int64_t curvature, double a, double b, at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
+             double sharpness)
+        : scale(scale), axis(axis) {
+        check_compute_dtype("g", g);
+        check_dtype("z", z, g.scalar_type());
+        TORCH_CHECK_VALUE(z.sizes() == g.sizes(), "z must have shape ", g.sizes(), ", got ", z.sizes());
+        check_device("z", z, g);
+        TORCH_CHECK_VALUE(0 <= axis && axis < g.dim(), "axis must be a dimension of g, got ", axis, " for ", g.sizes());
+        if (scale) {
+            check_dtype("scale", *scale, g.scalar_type());
+            TORCH_CHECK_VALUE(scale->dim() == 1 && scale->size(0) == g.size(axis), "scale must have shape (",
+                              g.size(axis), "), got ", scale->sizes());
+            check_device("scale", *scale, g);
+        }
+        constexpr int64_t last_curvature = static_cast<int64_t>(Curvature::gaussian);
+        TORCH_CHECK_VALUE(0 <= curvature && curvature <= last_curvature, "curvature must lie in [0, ", last_curvature,
+                          "], got ", curvature);
+        TORCH_CHECK_VALUE(kink_at.size() == kink_jump.size() && kink_at.size() <= CurvatureFormula::max_kinks,
+                          "kink_at and kink_jump must have the same length, at most ", CurvatureFormula::max_kinks,
+                          ", got ", kink_at.size(), " and ", kink_jump.size());
+        formula.curvature = static_cast<Curvature>(curvature);
+        formula.a = a, formula.b = b, formula.sharpness = sharpness;
+        formula.kinks = static_cast<int>(kink_at.size());
+        std::copy(kink_at.begin(), kink_at.end(), formula.kink_at);
+        std::copy(kink_jump.begin(), kink_jump.end(), formula.kink_jump);
+    }
+};
 
-// out, g and z are contiguous, with `inner` entries per channel; scale is null or has one entry per channel.
+// Makes an operator, `call`, of a function of g, z and the settings.
+template <auto function>
+struct WithSettings;
+template <typename Result, typename G, Result (*function)(G, const at::Tensor&, const Settings&)>
+struct WithSettings<function> {
+    static Result call(G g, const at::Tensor& z, const std::optional<at::Tensor>& scale, int64_t axis,
+                       int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
+                       at::ArrayRef<double> kink_jump, double sharpness) {
+        return function(g, z, Settings(g, z, scale, axis, curvature, a, b, kink_at, kink_jump, sharpness));
+    }
+};
+
+// Each of out, g and z is contiguous, with `inner` entries per channel. scale is null or has one entry per channel.
 template <typename T>
 void compute(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, int64_t count, int64_t channels,
              int64_t inner, T* out) {
     const Kernels<T>& kernel = kernels<T>();
-    // The scale of every entry, for as many whole periods as make a call worth while; or, where a period is long, of
-    // one channel at a time.
+    // A short run does not repay the call of the kernel. If all channels together are short, the scales repeat over
+    // several periods and a run covers them. If they are long, a run is one channel and has one scale.
     const int64_t period = channels * inner;
     const bool by_entry = scale && period <= longest_period;
     std::vector<T> scales(by_entry ? ceil_div(least_run, period) * period : 0);
@@ -64,68 +83,49 @@ void compute(const CurvatureFormula& formula, const T* g, const T* z, const T* s
     });
 }
 
-void compute_into(const at::Tensor& out, const at::Tensor& g, const at::Tensor& z,
-                  const std::optional<at::Tensor>& scale, int64_t axis, const CurvatureFormula& formula) {
+// g and out are contiguous.
+void compute_into(const at::Tensor& out, const at::Tensor& g, const at::Tensor& z, const Settings& settings) {
     if (g.numel() == 0) return;
     int64_t inner = 1;
-    for (int64_t d = axis + 1; d < g.dim(); ++d) inner *= g.size(d);
+    for (int64_t d = settings.axis + 1; d < g.dim(); ++d) inner *= g.size(d);
     const at::Tensor z_dense = z.contiguous();
-    const at::Tensor scale_dense = scale ? scale->contiguous() : at::Tensor();
+    const at::Tensor scale = settings.scale ? settings.scale->contiguous() : at::Tensor();
     with_dtype(g.scalar_type(), [&]<typename T>() {
-        compute<T>(formula, g.const_data_ptr<T>(), z_dense.const_data_ptr<T>(),
-                   scale ? scale_dense.const_data_ptr<T>() : nullptr, g.numel(), g.size(axis), inner,
+        compute<T>(settings.formula, g.const_data_ptr<T>(), z_dense.const_data_ptr<T>(),
+                   scale.defined() ? scale.const_data_ptr<T>() : nullptr, g.numel(), g.size(settings.axis), inner,
                    out.mutable_data_ptr<T>());
     });
 }
 
-at::Tensor curvature_coefficients_meta(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
-                                       int64_t axis, int64_t curvature, double a, double b,
-                                       at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump, double sharpness) {
-    check(g, z, scale, axis);
-    formula_of(curvature, a, b, kink_at, kink_jump, sharpness);
+at::Tensor coefficients_meta(const at::Tensor& g, const at::Tensor&, const Settings&) {
     return at::empty(g.sizes(), g.options());
 }
 
-at::Tensor curvature_coefficients(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
-                                  int64_t axis, int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
-                                  at::ArrayRef<double> kink_jump, double sharpness) {
-    check(g, z, scale, axis);
-    const CurvatureFormula formula = formula_of(curvature, a, b, kink_at, kink_jump, sharpness);
-    const at::Tensor out = at::empty(g.sizes(), g.options());
-    compute_into(out, g.contiguous(), z, scale, axis, formula);
+at::Tensor coefficients(const at::Tensor& g, const at::Tensor& z, const Settings& settings) {
+    const at::Tensor out = coefficients_meta(g, z, settings);
+    compute_into(out, g.contiguous(), z, settings);
     return out;
 }
 
-void curvature_coefficients_inplace_meta(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
-                                         int64_t axis, int64_t curvature, double a, double b,
-                                         at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
-                                         double sharpness) {
-    check(g, z, scale, axis);
-    formula_of(curvature, a, b, kink_at, kink_jump, sharpness);
-    TORCH_CHECK_VALUE(g.is_contiguous(), "g must be contiguous to be overwritten");
+void overwrite_meta(at::Tensor& g, const at::Tensor&, const Settings&) {
+    TORCH_CHECK_VALUE(g.is_contiguous(), "g must be contiguous, because the operator overwrites it");
 }
 
-void curvature_coefficients_inplace(at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale,
-                                    int64_t axis, int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
-                                    at::ArrayRef<double> kink_jump, double sharpness) {
-    curvature_coefficients_inplace_meta(g, z, scale, axis, curvature, a, b, kink_at, kink_jump, sharpness);
+void overwrite(at::Tensor& g, const at::Tensor& z, const Settings& settings) {
+    overwrite_meta(g, z, settings);
     at::assert_no_partial_overlap(g, z);
-    if (scale) at::assert_no_overlap(g, *scale);
-    compute_into(g, g, z, scale, axis, formula_of(curvature, a, b, kink_at, kink_jump, sharpness));
+    if (settings.scale) at::assert_no_overlap(g, *settings.scale);
+    compute_into(g, g, z, settings);
     mark_changed(g);
 }
 
 TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(
-        m,
-        "curvature_coefficients(Tensor g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] "
-        "kink_at, float[] kink_jump, float sharpness) -> Tensor",
-        curvature_coefficients, curvature_coefficients_meta);
-    register_operator(
-        m,
-        "curvature_coefficients_(Tensor(a!) g, Tensor z, Tensor? scale, int axis, int curvature, float a, float b, "
-        "float[] kink_at, float[] kink_jump, float sharpness) -> ()",
-        curvature_coefficients_inplace, curvature_coefficients_inplace_meta);
+    const std::string settings =
+        "Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float sharpness";
+    register_operator(m, "curvature_coefficients(Tensor g, Tensor z, " + settings + ") -> Tensor",
+                      WithSettings<coefficients>::call, WithSettings<coefficients_meta>::call);
+    register_operator(m, "curvature_coefficients_(Tensor(a!) g, Tensor z, " + settings + ") -> ()",
+                      WithSettings<overwrite>::call, WithSettings<overwrite_meta>::call);
 }
 
 }  // namespace
