@@ -1,11 +1,12 @@
-// The weights of layers after splits, in one pass over the new weights, all of them in one call:
-//     out[r, i, :] = (row_scale[r] * weight[rows[r], columns[i], :] + shift[shift_rows[r], columns[i], :]) *
-//     column_scale[i]
+// Computes the weights of layers after splits, for all layers in one call and in one pass over the new weights:
+//     out[r, i, :] = (row_scale[r] * weight[rows[r], columns[i], :]
+//                     + shift_scale * shift[shift_rows[r], columns[i], :]) * column_scale[i]
 #include <ATen/core/List.h>
 #include <ATen/ops/arange.h>
 
 #include <algorithm>
 
+#include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
 #include "operator.h"
@@ -16,15 +17,25 @@ namespace {
 
 constexpr int64_t entries_per_task = 1 << 15;
 
+using Optional = std::optional<at::Tensor>;
+
+// The arguments of one weight: see reference.grow_weight.
+struct Arguments {
+    at::Tensor weight, rows;
+    Optional row_scale, shift, shift_rows, columns, column_scale;
+    double shift_scale;
+};
+
+// Raises unless the tensor is a vector of this size. Any size is good if `size` is negative.
 void check_vector(const char* name, const at::Tensor& tensor, at::ScalarType type, const at::Tensor& weight,
                   int64_t size) {
-    TORCH_CHECK_TYPE(tensor.scalar_type() == type, name, " must be ", type, ", got ", tensor.scalar_type());
+    check_dtype(name, tensor, type);
     TORCH_CHECK_VALUE(tensor.dim() == 1 && (size < 0 || tensor.size(0) == size), name, " must have shape (",
                       size < 0 ? tensor.numel() : size, "), got ", tensor.sizes());
-    TORCH_CHECK_VALUE(tensor.device() == weight.device(), name, " must be on ", weight.device(), ", got ",
-                      tensor.device());
+    check_device(name, tensor, weight);
 }
 
+// The index is contiguous.
 void check_range(const char* name, const at::Tensor& index, int64_t low, int64_t high) {
     const int64_t* data = index.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < index.numel(); ++i) {
@@ -33,19 +44,66 @@ void check_range(const char* name, const at::Tensor& index, int64_t low, int64_t
     }
 }
 
-at::Tensor dense(const std::optional<at::Tensor>& tensor) { return tensor ? tensor->contiguous() : at::Tensor(); }
-
-template <typename T>
-const T* data_or_null(const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
+// Checks everything except the ranges of indices, and returns an empty tensor of the new shape.
+at::Tensor grown_like(const Arguments& given) {
+    const at::Tensor &weight = given.weight, &rows = given.rows;
+    const at::ScalarType type = weight.scalar_type();
+    check_compute_dtype("weight", weight);
+    TORCH_CHECK_VALUE(weight.dim() >= 1, "weight must have at least one dimension");
+    check_vector("rows", rows, at::kLong, weight, -1);
+    if (given.row_scale) check_vector("row_scale", *given.row_scale, type, weight, rows.size(0));
+    if (given.shift) {
+        const at::Tensor& shift = *given.shift;
+        check_dtype("shift", shift, type);
+        TORCH_CHECK_VALUE(shift.dim() == weight.dim() && shift.sizes().slice(1) == weight.sizes().slice(1),
+                          "shift must have rows of shape ", weight.sizes().slice(1), ", got ", shift.sizes());
+        TORCH_CHECK_VALUE(given.shift_rows || shift.size(0) == rows.size(0), "shift must have ", rows.size(0),
+                          " rows, got ", shift.size(0));
+        check_device("shift", shift, weight);
+    }
+    TORCH_CHECK_VALUE(given.shift || !given.shift_rows, "shift_rows needs shift, got shift_rows alone");
+    if (given.shift_rows) check_vector("shift_rows", *given.shift_rows, at::kLong, weight, rows.size(0));
+    std::vector<int64_t> sizes = weight.sizes().vec();
+    sizes[0] = rows.size(0);
+    if (given.columns || given.column_scale) {
+        TORCH_CHECK_VALUE(weight.dim() >= 2, "weight must have columns, got shape ", weight.sizes());
+        if (given.columns) {
+            check_vector("columns", *given.columns, at::kLong, weight, -1);
+            sizes[1] = given.columns->size(0);
+        }
+        if (given.column_scale) check_vector("column_scale", *given.column_scale, type, weight, sizes[1]);
+    }
+    return at::empty(sizes, weight.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-// The columns as the kernel wants them, every index standing for `inner` neighbouring entries.
+Optional contiguous(const Optional& tensor) { return tensor ? Optional(tensor->contiguous()) : std::nullopt; }
+
+// Returns the arguments with all tensors contiguous, after a check of all indices.
+Arguments prepared(const Arguments& given) {
+    Arguments result{given.weight.contiguous(),      given.rows.contiguous(),
+                     contiguous(given.row_scale),    contiguous(given.shift),
+                     contiguous(given.shift_rows),   contiguous(given.columns),
+                     contiguous(given.column_scale), given.shift_scale};
+    check_range("rows", result.rows, 0, result.weight.size(0));
+    if (result.shift_rows) check_range("shift_rows", *result.shift_rows, -1, result.shift->size(0));
+    if (result.columns) check_range("columns", *result.columns, 0, result.weight.size(1));
+    // The kernel takes a scale of columns only together with columns.
+    if (result.column_scale && !result.columns) {
+        result.columns = at::arange(result.weight.size(1), result.rows.options());
+    }
+    return result;
+}
+
+template <typename T>
+const T* data_or_null(const Optional& tensor) {
+    return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+// The columns in the form that the kernel reads. Each index of `columns` stands for `inner` neighbouring entries.
 template <typename T>
 class ColumnPlan {
  public:
-    ColumnPlan(const at::Tensor& columns, const at::Tensor& column_scale, int64_t inner, int64_t row_size,
-               int64_t lanes)
+    ColumnPlan(const at::Tensor& columns, const Optional& column_scale, int64_t inner, int64_t row_size, int64_t lanes)
         : index_(columns.numel() * inner), place_(index_.size()), first_(index_.size() / lanes) {
         const int64_t* from = columns.const_data_ptr<int64_t>();
         for (size_t i = 0; i < index_.size(); ++i) index_[i] = from[i / inner] * inner + i % inner;
@@ -58,8 +116,8 @@ class ColumnPlan {
                 place_[block * lanes + i] = static_cast<Integer<T>>(entries[i] - first);
             }
         }
-        if (!column_scale.defined()) return;
-        const T* scale = column_scale.const_data_ptr<T>();
+        if (!column_scale) return;
+        const T* scale = column_scale->const_data_ptr<T>();
         scale_.resize(index_.size());
         for (size_t i = 0; i < index_.size(); ++i) scale_[i] = scale[i / inner];
     }
@@ -74,33 +132,33 @@ class ColumnPlan {
     std::vector<T> scale_;
 };
 
-using Optional = std::optional<at::Tensor>;
-using OptionalTensors = c10::List<Optional>;
-
-// One tensor that grows, all of its inputs dense.
+// One weight that grows.
 template <typename T>
 class Growth {
  public:
-    Growth(const at::Tensor& weight, const at::Tensor& rows, const at::Tensor& row_scale, const at::Tensor& shift,
-           const at::Tensor& shift_rows, const at::Tensor& columns, const at::Tensor& column_scale, double shift_scale,
-           const at::Tensor& out)
+    Growth(const Arguments& prepared, const at::Tensor& out)
         : kernel_(kernels<T>()),
-          inputs_{weight, rows, row_scale, shift, shift_rows},
-          old_(weight.const_data_ptr<T>()),
-          row_scale_(data_or_null<T>(row_scale)),
-          shift_(data_or_null<T>(shift)),
-          shift_scale_(static_cast<T>(shift_scale)),
-          rows_(rows.const_data_ptr<int64_t>()),
-          shift_rows_(data_or_null<int64_t>(shift_rows)),
+          arguments_(prepared),
+          old_(arguments_.weight.const_data_ptr<T>()),
+          row_scale_(data_or_null<T>(arguments_.row_scale)),
+          shift_(data_or_null<T>(arguments_.shift)),
+          shift_scale_(static_cast<T>(arguments_.shift_scale)),
+          rows_(arguments_.rows.const_data_ptr<int64_t>()),
+          shift_rows_(data_or_null<int64_t>(arguments_.shift_rows)),
           out_(out.mutable_data_ptr<T>()),
-          old_size_(weight.numel() / weight.size(0)),
-          new_rows_(rows.numel()),
+          old_size_(arguments_.weight.numel() / arguments_.weight.size(0)),
+          new_rows_(arguments_.rows.numel()),
           new_size_(out.numel() / new_rows_),
           rows_per_task_(std::max<int64_t>(1, entries_per_task / new_size_)) {
-        if (!columns.defined()) return;
-        plan_.emplace(columns, column_scale, old_size_ / weight.size(1), old_size_, kernel_.lanes);
+        if (!arguments_.columns) return;
+        plan_.emplace(*arguments_.columns, arguments_.column_scale, old_size_ / arguments_.weight.size(1), old_size_,
+                      kernel_.lanes);
         columns_ = plan_->view();
     }
+
+    // columns_ points into plan_.
+    Growth(const Growth&) = delete;
+    Growth& operator=(const Growth&) = delete;
 
     int64_t tasks() const { return ceil_div(new_rows_, rows_per_task_); }
 
@@ -117,7 +175,7 @@ class Growth {
 
  private:
     const Kernels<T>& kernel_;
-    const std::vector<at::Tensor> inputs_;  // kept alive: what the pointers point to
+    const Arguments arguments_;  // owns the memory that the pointers point to
     const T* const old_;
     const T* const row_scale_;
     const T* const shift_;
@@ -139,80 +197,43 @@ void run_all(const std::list<Growth<T>>& growths) {
     run_tasks(tasks.size(), [&](int64_t i) { tasks[i].first->run(tasks[i].second); });
 }
 
-// Checks everything but the ranges of indices, and returns an empty tensor of the new shape.
-at::Tensor grown_like(const at::Tensor& weight, const at::Tensor& rows, const Optional& row_scale,
-                      const Optional& shift, const Optional& shift_rows, const Optional& columns,
-                      const Optional& column_scale) {
-    const at::ScalarType type = weight.scalar_type();
-    TORCH_CHECK_TYPE(is_compute_dtype(type), "weight must be float32 or float64, got ", type);
-    TORCH_CHECK_VALUE(weight.dim() >= 1, "weight must have at least one dimension");
-    check_vector("rows", rows, at::kLong, weight, -1);
-    if (row_scale) check_vector("row_scale", *row_scale, type, weight, rows.size(0));
-    if (shift) {
-        TORCH_CHECK_TYPE(shift->scalar_type() == type, "shift must be ", type, ", got ", shift->scalar_type());
-        TORCH_CHECK_VALUE(shift->dim() == weight.dim() && shift->sizes().slice(1) == weight.sizes().slice(1),
-                          "shift must have rows of shape ", weight.sizes().slice(1), ", got ", shift->sizes());
-        TORCH_CHECK_VALUE(shift_rows || shift->size(0) == rows.size(0), "shift must have ", rows.size(0), " rows, got ",
-                          shift->size(0));
-        TORCH_CHECK_VALUE(shift->device() == weight.device(), "shift must be on ", weight.device(), ", got ",
-                          shift->device());
-    }
-    TORCH_CHECK_VALUE(shift || !shift_rows, "shift_rows goes with shift only");
-    if (shift_rows) check_vector("shift_rows", *shift_rows, at::kLong, weight, rows.size(0));
-    std::vector<int64_t> sizes = weight.sizes().vec();
-    sizes[0] = rows.size(0);
-    if (columns || column_scale) {
-        TORCH_CHECK_VALUE(weight.dim() >= 2, "weight must have columns, got shape ", weight.sizes());
-        if (columns) {
-            check_vector("columns", *columns, at::kLong, weight, -1);
-            sizes[1] = columns->size(0);
-        }
-        if (column_scale) check_vector("column_scale", *column_scale, type, weight, sizes[1]);
-    }
-    return at::empty(sizes, weight.options().memory_format(at::MemoryFormat::Contiguous));
+std::vector<at::Tensor> grow_meta(const std::vector<Arguments>& arguments) {
+    std::vector<at::Tensor> results;
+    for (const Arguments& given : arguments) results.push_back(grown_like(given));
+    return results;
 }
 
-std::vector<at::Tensor> grow_weights_meta(at::TensorList weight, at::TensorList rows, const OptionalTensors& row_scale,
-                                          const OptionalTensors& shift, const OptionalTensors& shift_rows,
-                                          const OptionalTensors& columns, const OptionalTensors& column_scale,
-                                          at::ArrayRef<double> shift_scale) {
+std::vector<at::Tensor> grow(const std::vector<Arguments>& arguments) {
+    const std::vector<at::Tensor> results = grow_meta(arguments);
+    ItemsByDtype<Growth> growths;
+    for (size_t i = 0; i < results.size(); ++i) {
+        const Arguments ready = prepared(arguments[i]);
+        if (results[i].numel() == 0) continue;
+        with_dtype(ready.weight.scalar_type(), [&]<typename T>() { growths.of<T>().emplace_back(ready, results[i]); });
+    }
+    growths.for_each_dtype([](const auto& of_dtype) { run_all(of_dtype); });
+    return results;
+}
+
+using OptionalTensors = c10::List<Optional>;
+
+// Makes an operator of a function of the arguments of all weights. Each list has one entry per weight.
+template <auto function>
+std::vector<at::Tensor> grow_weights(at::TensorList weight, at::TensorList rows, const OptionalTensors& row_scale,
+                                     const OptionalTensors& shift, const OptionalTensors& shift_rows,
+                                     const OptionalTensors& columns, const OptionalTensors& column_scale,
+                                     at::ArrayRef<double> shift_scale) {
     const size_t count = weight.size();
     TORCH_CHECK_VALUE(rows.size() == count && row_scale.size() == count && shift.size() == count &&
                           shift_rows.size() == count && columns.size() == count && column_scale.size() == count &&
                           shift_scale.size() == count,
                       "all lists must have one entry per weight, ", count);
-    std::vector<at::Tensor> results;
+    std::vector<Arguments> arguments;
     for (size_t i = 0; i < count; ++i) {
-        results.push_back(grown_like(weight[i], rows[i], row_scale.get(i), shift.get(i), shift_rows.get(i),
-                                     columns.get(i), column_scale.get(i)));
+        arguments.push_back({weight[i], rows[i], row_scale.get(i), shift.get(i), shift_rows.get(i), columns.get(i),
+                             column_scale.get(i), shift_scale[i]});
     }
-    return results;
-}
-
-std::vector<at::Tensor> grow_weights(at::TensorList weight, at::TensorList rows, const OptionalTensors& row_scale,
-                                     const OptionalTensors& shift, const OptionalTensors& shift_rows,
-                                     const OptionalTensors& columns, const OptionalTensors& column_scale,
-                                     at::ArrayRef<double> shift_scale) {
-    const auto results =
-        grow_weights_meta(weight, rows, row_scale, shift, shift_rows, columns, column_scale, shift_scale);
-    ItemsByDtype<Growth> growths;
-    for (size_t i = 0; i < results.size(); ++i) {
-        const at::Tensor row_index = rows[i].contiguous(), shift_index = dense(shift_rows.get(i));
-        at::Tensor column_index = dense(columns.get(i));
-        check_range("rows", row_index, 0, weight[i].size(0));
-        if (shift_index.defined()) check_range("shift_rows", shift_index, -1, shift.get(i)->size(0));
-        if (column_index.defined()) check_range("columns", column_index, 0, weight[i].size(1));
-        if (results[i].numel() == 0) continue;
-        const Optional scale = column_scale.get(i);
-        if (scale && !column_index.defined()) column_index = at::arange(weight[i].size(1), row_index.options());
-        with_dtype(weight[i].scalar_type(), [&]<typename T>() {
-            growths.of<T>().emplace_back(weight[i].contiguous(), row_index, dense(row_scale.get(i)),
-                                         dense(shift.get(i)), shift_index, column_index, dense(scale), shift_scale[i],
-                                         results[i]);
-        });
-    }
-    growths.for_each_dtype([](const auto& of_dtype) { run_all(of_dtype); });
-    return results;
+    return function(arguments);
 }
 
 TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
@@ -220,7 +241,7 @@ TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
         m,
         "grow_weights(Tensor[] weight, Tensor[] rows, Tensor?[] row_scale, Tensor?[] shift, Tensor?[] shift_rows, "
         "Tensor?[] columns, Tensor?[] column_scale, float[] shift_scale) -> Tensor[]",
-        grow_weights, grow_weights_meta);
+        grow_weights<grow>, grow_weights<grow_meta>);
 }
 
 }  // namespace
