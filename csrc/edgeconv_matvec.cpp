@@ -1,8 +1,8 @@
-// S_j v_j for every EdgeConv filter, in the point-level form; no tensor over edges is formed.
+// Computes S_j v_j for every EdgeConv filter from points alone, without a tensor over edges.
 //
 // The row of point i and filter j is its winning edge [x_w - x_i, x_i]. With v = [a, b],
-//     u = a.x_w + (b - a).x_i,  t = C u,  S v = [sum_i t (x_w - x_i), sum_i t x_i]:
-// products over points, a gather and a scatter. A task is a panel of filters against a slice of the clouds.
+//     u = a.x_w + (b - a).x_i,  t = C u,  S v = [sum_i t (x_w - x_i), sum_i t x_i].
+// These are products over points, a gather and a scatter. A task takes one panel of filters and a slice of the clouds.
 #include <memory>
 
 #include "checks.h"
@@ -53,7 +53,7 @@ class EdgeConvProduct {
     }
 
  private:
-    // Returns whether all winners are in range.
+    // Returns whether all winners are in range. Each winner is checked right before it is used as an index.
     bool run_task(int64_t slice, int64_t panel) const {
         const PanelPlace place = panels_[panel];
         const int64_t width = panels_.width, tile = tile_rows * width;
@@ -66,7 +66,7 @@ class EdgeConvProduct {
         T* a = scratch.take<T>(features_ * width);
         T* b_less_a = scratch.take<T>(features_ * width);
         T* projected = scratch.take<T>(points_ * width);  // a.x of all points
-        T* received = scratch.take<T>(points_ * width);   // what a point gets as a winner, less what it gives
+        T* received = scratch.take<T>(points_ * width);   // sum of t over the edges that a point wins, minus its own t
         T* t = scratch.take<T>(tile);
         T* c_copy = scratch.take<T>(tile);
         T* x_copy = scratch.take<T>(any_cloud.scratch(tile_rows));

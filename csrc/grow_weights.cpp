@@ -227,7 +227,7 @@ std::vector<at::Tensor> grow_weights(at::TensorList weight, at::TensorList rows,
     TORCH_CHECK_VALUE(rows.size() == count && row_scale.size() == count && shift.size() == count &&
                           shift_rows.size() == count && columns.size() == count && column_scale.size() == count &&
                           shift_scale.size() == count,
-                      "all lists must have one entry per weight, ", count);
+                      "each list must have one entry per weight, of which there are ", count);
     std::vector<Arguments> arguments;
     for (size_t i = 0; i < count; ++i) {
         arguments.push_back({weight[i], rows[i], row_scale.get(i), shift.get(i), shift_rows.get(i), columns.get(i),

@@ -1,4 +1,4 @@
-// Which instruction sets there are, and which one is in use.
+// Lists the compiled instruction sets and chooses the one in use.
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -29,7 +29,7 @@ struct Candidate {
     bool available;
 };
 
-// In the order in which they are preferred.
+// Returns all compiled sets, best first. The emulated set is slow, so it is last.
 std::vector<Candidate> candidates() {
     std::vector<Candidate> found;
 #if defined(__x86_64__)

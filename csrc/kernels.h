@@ -1,7 +1,7 @@
-// The inner loops that every instruction set provides, as tables of functions, and the choice between them.
+// Declares the table of inner loops that every instruction set provides, and the choice between the sets.
 //
-// A panel is a block of `width` filters stored filter-fastest: entry (d, j) of a panel is at [d * width + j]. All
-// products run over panels, so the loops below never see a ragged edge in the filters.
+// A panel is a block of `width` filters. Entry (d, j) of a panel, where j is the filter, is at [d * width + j]. All
+// products use whole panels, so the loops need no special case for the last filters.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace s3d {
 
-// Where act'' comes from. The numbers are part of the operators' schema: see _CURVATURES in ops.py.
+// The smooth part of act''. The numbers are arguments of the operators: see _CURVATURES in ops.py.
 enum class Curvature : int64_t { none, silu, gelu, gelu_tanh, softplus, tanh, sigmoid, elu, hardswish, gaussian };
 
 // act''(z) = curvature(z) + sum over kinks of jump * sharpness * sigmoid'(sharpness * (z - at)).
@@ -37,8 +37,9 @@ struct IntegerOfSize<8> {
 template <typename T>
 using Integer = typename IntegerOfSize<sizeof(T)>::type;
 
-// Which columns of the old row the entries of a new row copy. Where the `lanes` entries of block b all lie within one
-// vector of the old row, it begins at first[b] and they are at place[i] in it; first[b] is -1 where they do not.
+// The columns of the old row that the entries of a new row copy. Entry i copies index[i]. Block b is `lanes` entries of
+// the new row. If one vector of the old row holds them all, that vector begins at first[b], and entry i is at place[i]
+// in it. Otherwise first[b] is -1.
 template <typename T>
 struct Columns {
     const int64_t* index;
@@ -51,8 +52,8 @@ struct Kernels {
     int width;  // filters per panel
     int lanes;  // entries per vector
 
-    // U[n, :] = C[n, :] * sum_d X[n, d] V[d, :]; without C where it is null.
-    // X is (rows, depth) with row stride x_stride, V a panel of `depth` rows, C has row stride c_stride, and U is a
+    // U[n, :] = C[n, :] * sum_d X[n, d] V[d, :]. If C is null, the factor C[n, :] is 1.
+    // X is (rows, depth) with row stride x_stride. V is a panel of `depth` rows. C has row stride c_stride. U is a
     // panel of `rows` rows.
     void (*project)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* V, const T* C, int64_t c_stride,
                     T* U);
@@ -60,21 +61,22 @@ struct Kernels {
     // out[d, :] += sum_n X[n, d] U[n, :].
     void (*accumulate)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, T* out);
 
-    // The exchange between the points of a cloud: for point n of `rows` points from number `first` on,
+    // The exchange between the points of a cloud. For each of `rows` points, n, where `first` is the first point,
     //     t[n, :] = C[n, :] * (t[n, :] + offset[:] + projected[winner[n, :], :]),
-    //     received[winner[n, :], :] += t[n, :],  received[n, :] -= t[n, :],
-    // where t, projected and received are panels, and `count` of their columns are filters. Returns false, at once,
-    // when a winner is not in [0, points).
+    //     received[winner[n, :], :] += t[n, :],  received[first + n, :] -= t[n, :].
+    // t, projected and received are panels, and the first `count` columns are filters. The loop stops and returns false
+    // if a winner is not in [0, points).
     bool (*exchange)(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
                      int64_t count, const T* C, int64_t c_stride, const T* offset, const T* projected, T* received,
                      T* t);
 
-    // Y[n, p] = X[n, a] X[n, b] for the pairs a <= b in the order (0, 0), (0, 1), ..., (1, 1), ...: `pairs` of them
-    // from number `first` on. Up to lanes - 1 entries beyond the end of a row of X are read, and of Y written.
+    // Y[n, p] = X[n, a] X[n, b] for pairs a <= b in the order (0, 0), (0, 1), ..., (1, 1), .... Pair `first` is the
+    // first of `pairs` pairs. The loop reads up to lanes - 1 entries beyond the end of a row of X, and writes as many
+    // beyond the end of a row of Y.
     void (*pair_products)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, int64_t first, int64_t pairs, T* Y,
                           int64_t y_stride);
 
-    // out[n] = g[n] * act''(z[n]) * factor * scale[n]^2; scale may be null. out may be g.
+    // out[n] = g[n] * act''(z[n]) * factor * scale[n]^2. If scale is null, scale[n] is 1. out may be g.
     void (*curvature)(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor, int64_t count,
                       T* out);
 
@@ -84,13 +86,14 @@ struct Kernels {
     // y += factor * x.
     void (*add)(T factor, const T* x, int64_t count, T* y);
 
-    // out[i] = (row[columns[i]] * row_scale + shift_scale * shift[columns[i]]) * column_scale[i]. shift, columns and
-    // column_scale may be null: then nothing is added, columns[i] = i, and nothing is multiplied. Columns are in range.
+    // out[i] = (row[columns[i]] * row_scale + shift_scale * shift[columns[i]]) * column_scale[i].
+    // If shift is null, it is 0. If columns is null, columns[i] is i. If column_scale is null, it is 1. The caller has
+    // checked that all columns are in range.
     void (*grow_row)(const T* row, T row_scale, const T* shift, T shift_scale, const Columns<T>* columns,
                      const T* column_scale, int64_t count, T* out);
 };
 
-// Numbers stored in 16 bits, widened.
+// Loops that convert 16-bit numbers to float.
 struct Widen {
     void (*bfloat16)(const uint16_t* from, int64_t count, float* to);
     void (*float16)(const uint16_t* from, int64_t count, float* to);
@@ -103,17 +106,17 @@ struct InstructionSet {
     Widen widen;
 };
 
-// The one in use: the best that this processor has, unless `use_isa` chose another.
+// Returns the set in use: the best set that this processor has, unless `use_isa` chose another.
 const InstructionSet& isa();
 
-// Those that were compiled and that this processor can run, best first.
+// Returns the names of the compiled sets that this processor can run, best first.
 std::vector<std::string> available_isas();
 
-// Those that were compiled, best first.
+// Returns the names of all compiled sets, best first.
 std::vector<std::string> compiled_isas();
 
-// Choose by name, for tests and comparisons. Operators that are running finish as they began; throws
-// std::invalid_argument if it is not available.
+// Chooses a set by name, for tests and comparisons. Running operators finish with the set that they began with. Throws
+// std::invalid_argument if this processor cannot run the set.
 void use_isa(const std::string& name);
 
 template <typename T>

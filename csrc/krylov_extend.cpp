@@ -1,4 +1,6 @@
-// The parts of Lanczos that are small per filter and would be many small calls otherwise.
+// Adds one Lanczos vector to the Krylov space of every filter: see reference.krylov_extend.
+//
+// The work per filter is small. In PyTorch it would be many small calls.
 #include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
@@ -8,14 +10,14 @@
 namespace s3d {
 namespace {
 
-// Squares of entries divided by the largest neither overflow nor underflow.
+// Returns the norm of a vector. It divides entries by the largest one, so that no square overflows or underflows.
 template <typename T>
 T safe_norm(const T* a, int64_t count) {
     T largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::abs(a[i]));
     T sum = 0;
     if (!(largest > 0) || std::isinf(largest)) {
-        // Zero, infinity, or NaN: the sum says which.
+        // The norm is zero, infinity or NaN, and so is the sum.
         for (int64_t i = 0; i < count; ++i) sum += std::abs(a[i]);
         return sum;
     }
@@ -47,7 +49,7 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
             T& largest = scales[j];
             int64_t& dimension = lengths[j];
             if (step > 0 && off_diagonal[step - 1] == 0) {
-                // Exhausted before: nothing is added.
+                // The space is invariant already, so the step adds nothing.
                 a = b = 0;
                 std::fill(next, next + width, T(0));
                 continue;
@@ -56,8 +58,8 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
             const T* from = products + j * product.stride(0);
             std::copy(from, from + width, next);
             a = kernel.dot(vectors + step * width, next, width);
-            // Once removes the component along the space; twice removes what rounding left of it. All components first,
-            // as in the reference: classical Gram-Schmidt.
+            // The first pass removes the components along the space. The second pass removes what rounding left of
+            // them. Each pass computes all components first: the reference uses classical Gram-Schmidt too.
             for (int pass = 0; pass < 2; ++pass) {
                 for (int64_t i = 0; i <= step; ++i) components[i] = kernel.dot(vectors + i * width, next, width);
                 for (int64_t i = 0; i <= step; ++i) kernel.add(-components[i], vectors + i * width, width, next);
@@ -74,7 +76,7 @@ void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor
                         at::Tensor& length, at::Tensor& scale, int64_t step) {
     check_compute_dtype("basis", basis);
     TORCH_CHECK_VALUE(basis.dim() == 3 && basis.size(2) > 0 && basis.is_contiguous(),
-                      "basis must be contiguous, (M, capacity, D), D > 0, got ", basis.sizes());
+                      "basis must be contiguous and must have shape (M, capacity, D) with D > 0, got ", basis.sizes());
     const int64_t filters = basis.size(0);
     TORCH_CHECK_VALUE(0 <= step && step < basis.size(1) - 1, "step must lie in [0, ", basis.size(1) - 1, "), got ",
                       step);
@@ -83,12 +85,13 @@ void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor
     for (const at::Tensor* numbers : {&alpha, &beta}) {
         TORCH_CHECK_VALUE(
             numbers->dim() == 2 && numbers->size(0) == filters && numbers->size(1) > step && numbers->is_contiguous(),
-            "alpha and beta must be contiguous, (", filters, ", more than ", step, "), got ", numbers->sizes());
+            "alpha and beta must be contiguous and must have shape (", filters, ", steps) with steps > ", step,
+            ", got ", numbers->sizes());
     }
     TORCH_CHECK_VALUE(length.dim() == 1 && length.size(0) == filters && length.is_contiguous(),
-                      "length must have shape (", filters, "), got ", length.sizes());
-    TORCH_CHECK_VALUE(scale.dim() == 1 && scale.size(0) == filters && scale.is_contiguous(), "scale must have shape (",
-                      filters, "), got ", scale.sizes());
+                      "length must be contiguous and must have shape (", filters, "), got ", length.sizes());
+    TORCH_CHECK_VALUE(scale.dim() == 1 && scale.size(0) == filters && scale.is_contiguous(),
+                      "scale must be contiguous and must have shape (", filters, "), got ", scale.sizes());
     check_dtype("length", length, at::kLong);
     check_device("length", length, basis);
     const std::pair<const char*, const at::Tensor*> others[] = {

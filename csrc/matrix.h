@@ -1,4 +1,4 @@
-// A strided matrix in any storage type, read tile by tile in the type of the computation.
+// Reads tiles of a strided matrix of any storage type in the type of the computation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ struct Matrix {
     int64_t rows, columns, row_stride, column_stride;
 
     Matrix() = default;
-    // The last two dimensions of a tensor.
+    // The matrix is the last two dimensions of the tensor.
     explicit Matrix(const at::Tensor& tensor)
         : data(tensor.const_data_ptr()),
           storage(storage_of(tensor)),
@@ -33,7 +33,7 @@ struct Matrix {
           row_stride(tensor.stride(-2)),
           column_stride(tensor.stride(-1)) {}
 
-    // The matrix that begins `entries` entries further on.
+    // Returns the matrix that begins `entries` entries later in memory.
     Matrix shifted(int64_t entries) const {
         Matrix result = *this;
         const int64_t size = storage == Storage::same ? sizeof(T) : 2;
@@ -41,7 +41,7 @@ struct Matrix {
         return result;
     }
 
-    // Whether rows can be read where they are.
+    // Returns whether loops can read the rows without a copy.
     bool is_direct() const { return storage == Storage::same && column_stride == 1; }
 
     const T* at(int64_t row, int64_t column) const {

@@ -1,4 +1,4 @@
-// Between tensors and panels: vectors packed into panels, panels written back, rows of X made ready for the products.
+// Converts between tensors and panels: packs vectors, writes panels back, and prepares tiles of X and C.
 #pragma once
 
 #include "matrix.h"
@@ -6,12 +6,12 @@
 
 namespace s3d {
 
-// `count` filters from filter `first` on, of vector set k.
+// The filters of a panel: filters [first, first + count) of vector set k.
 struct PanelPlace {
     int64_t k, first, count;
 };
 
-// The panels of K sets of M filters each.
+// The panels that K sets of M filters make. No panel crosses two sets.
 struct PanelGrid {
     int64_t K, M, width, per_set;
     PanelGrid(int64_t K, int64_t M, int64_t width) : K(K), M(M), width(width), per_set(ceil_div(M, width)) {}
@@ -22,7 +22,7 @@ struct PanelGrid {
     }
 };
 
-// Vectors (K, M, D) of the filters, with any strides.
+// The vectors of the filters, (K, M, D), with any strides.
 template <typename T>
 struct Vectors {
     const T* data;
@@ -39,7 +39,7 @@ struct Vectors {
         return data[place.k * set_stride + (place.first + j) * filter_stride + d * entry_stride];
     }
 
-    // panel[d, j] = entry first + d of filter j, zero beyond the filters that there are.
+    // panel[d, j] = entry first + d of filter j. Columns without a filter are zero.
     void pack(const PanelPlace& place, int64_t first, int64_t depth, int64_t width, T* panel) const {
         if (place.count < width) std::memset(panel, 0, depth * width * sizeof(T));
         for (int64_t d = 0; d < depth; ++d) {
@@ -48,7 +48,7 @@ struct Vectors {
     }
 };
 
-// to[j * stride + d] = sum over r of panel[r * panel_stride + (d, j)], in the order of r.
+// to[j * stride + d] = sum over r of panel[r * panel_stride + (d, j)], added in the order of r.
 template <typename T>
 void unpack_panels(const T* panel, int64_t panels, int64_t panel_stride, int64_t count, int64_t depth, int64_t width,
                    T* to, int64_t stride) {
@@ -61,20 +61,20 @@ void unpack_panels(const T* panel, int64_t panels, int64_t panel_stride, int64_t
     }
 }
 
-// The row stride of a scratch matrix: an odd number of cache lines, so that the entries of a column do not all fall
-// into a few sets of the cache.
+// Returns the row stride of a scratch matrix, an odd number of cache lines. With an even number, the entries of a
+// column would share a few sets of the cache.
 template <typename T>
 int64_t odd_lines(int64_t columns) {
     const int64_t line = 64 / sizeof(T);
     return (ceil_div(columns, line) | 1) * line;
 }
 
-// Rows of X, with a 1 at the end of each if there is a bias, as the products want them: where they are if possible,
-// else copied.
+// Tiles of the rows of X. With a bias, a 1 follows each row. A tile is the memory of X itself if the products can read
+// it there, and a copy otherwise.
 template <typename T>
 class RowTiles {
  public:
-    // With `room`, at least so many entries may be read beyond the end of a row.
+    // Loops may read `room` entries beyond the end of a row.
     RowTiles(const Matrix<T>& X, bool bias, int64_t room = 0) : X_(X), bias_(bias) {
         const int64_t bytes = X.row_stride * static_cast<int64_t>(sizeof(T));
         direct_ = X.is_direct() && !bias && room == 0 && bytes < max_direct_stride;
@@ -101,7 +101,8 @@ class RowTiles {
     int64_t stride_;
 };
 
-// A tile of the columns of C that belong to one panel: where it is if possible, else copied with zeros at the end.
+// A tile of the columns of C that belong to one panel. It is the memory of C itself if the products can read it there,
+// and a copy otherwise. In a copy, columns without a filter are zero.
 template <typename T>
 struct CoefficientTile {
     const T* data;

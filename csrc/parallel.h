@@ -1,4 +1,4 @@
-// Tasks shared out over PyTorch's threads, and each thread's scratch memory.
+// Runs tasks on PyTorch's threads and gives each thread scratch memory.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -10,8 +10,8 @@
 
 namespace s3d {
 
-// Calls task(i) for all i in [0, count). Threads take tasks as they become free; a task must write only to places that
-// are its own, so that results do not depend on who ran it when.
+// Calls task(i) for all i in [0, count). A thread takes the next task when it is free. Each task writes to its own
+// memory only, so that results do not depend on the order of tasks.
 template <typename Task>
 void run_tasks(int64_t count, const Task& task) {
     std::atomic<int64_t> next{0};
@@ -20,7 +20,7 @@ void run_tasks(int64_t count, const Task& task) {
     });
 }
 
-// Memory of the calling thread, kept for the next call: a fresh allocation costs a page fault per 4 KiB.
+// The scratch memory of one thread. It stays for the next call, because a new allocation costs a page fault per 4 KiB.
 class Scratch {
  public:
     // A copy would free the same memory twice.
@@ -32,8 +32,8 @@ class Scratch {
         return scratch;
     }
 
-    // Everything taken before is free again; `bytes` is what will be taken at the most. What was needed once and is
-    // large and not needed now is given back.
+    // Ends the use of everything taken before, and makes room for `bytes` bytes. A large block that is no longer needed
+    // goes back to the system.
     void reset(std::size_t bytes) {
         used_ = 0;
         if (bytes <= size_ && (size_ <= kept || bytes > size_ / 2)) return;

@@ -1,7 +1,8 @@
-// The dense splitting matrices S_j = sum_n C[n, j] x_n x_n^T of all filters, in one pass over the rows.
+// Computes the dense splitting matrices S_j = sum_n C[n, j] x_n x_n^T of all filters in one pass over the rows.
 //
-// S is symmetric: only the products x_a x_b with a <= b are formed, once for all filters, as the rows of a matrix Y,
-// and S = C^T Y is a product of panels. A task is a block of panels against a block of pairs and a slice of the rows.
+// S_j is symmetric, so the pairs (a, b) with a <= b are enough. The products x_a x_b of a row are the same for all
+// filters. They are the rows of a matrix Y, and S = C^T Y is a product of panels. A task takes a block of panels, a
+// block of pairs and a slice of the rows.
 #include <ATen/MemoryOverlap.h>
 
 #include <memory>
@@ -14,7 +15,7 @@
 namespace s3d {
 namespace {
 
-// A tile of Y, so many rows and pairs, stays in the first-level cache while all panels pass by.
+// A tile of Y with this number of rows and pairs stays in the first-level cache while a task reads it for each panel.
 constexpr int64_t tile_rows = 96;
 constexpr int64_t tile_pairs = 36;
 constexpr int64_t pairs_per_block = 576;
@@ -25,7 +26,7 @@ constexpr int64_t tasks_per_thread = 4;
 template <typename T>
 class DenseMatrices {
  public:
-    // out = S, or out += weight * S if asked to add.
+    // With `add`, computes out += weight * S; without it, out = S.
     DenseMatrices(const at::Tensor& X, const at::Tensor& C, bool bias, const at::Tensor& out, T weight, bool add)
         : kernel_(kernels<T>()),
           X_(Matrix<T>(X), bias, kernel_.lanes),
@@ -75,7 +76,7 @@ class DenseMatrices {
         T* x_copy = scratch.take<T>(X_.scratch(tile_rows));
         T* own_sums = scratch.take<T>(count * pairs * width);
 
-        // The sums of panel p begin here; with slices, all pairs of a panel lie together.
+        // Returns where the sums of panel p begin. With several slices, all pairs of a panel are adjacent in memory.
         const auto sums = [&](int64_t p) {
             return slices_ == 1 ? own_sums + p * pairs * width
                                 : partials_.get() + slice * slice_size() + ((first + p) * pairs_ + first_pair) * width;
@@ -104,7 +105,7 @@ class DenseMatrices {
         }
     }
 
-    // Writes the pairs [first_pair, first_pair + pairs) of a panel's filters, on both sides of the diagonal.
+    // Writes the pairs [first_pair, first_pair + pairs) of the panel's filters to both sides of the diagonal.
     void write(int64_t panel, int64_t first_pair, int64_t pairs, const T* sums) const {
         const PanelPlace place = panels_[panel];
         T* to = out_ + place.first * depth_ * depth_;
@@ -136,7 +137,7 @@ class DenseMatrices {
     const PanelGrid panels_;
     const int64_t pair_blocks_, panel_blocks_;
     int64_t slices_;
-    std::unique_ptr<T[]> partials_;  // (slices, panels, pairs, width), where there is more than one slice
+    std::unique_ptr<T[]> partials_;  // (slices, panels, pairs, width), or null if there is one slice
 };
 
 void compute(const at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight, bool add) {
@@ -171,6 +172,7 @@ void add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at:
     TORCH_CHECK_VALUE(out.is_contiguous(), "out must be contiguous");
 }
 
+// Computes out += weight * S.
 void add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight) {
     add_splitting_matrices_meta(out, X, C, bias, weight);
     at::assert_no_overlap(out, X);

@@ -1,8 +1,8 @@
-// S_j v_j for every filter j of every layer of a list:  ((X V^T) * C)^T X, tile by tile.
+// Computes S_j v_j for every filter j of one layer, or of every layer in a list, as ((X V^T) * C)^T X.
 //
-// A task is a block of panels of one layer against a slice of its rows. For each tile of rows it forms the product with
-// every panel in cache, and adds it up at once; the (N, M) product never reaches memory. Slices of rows leave partial
-// sums, which are added in order afterwards.
+// A task takes a block of panels of one layer and a slice of its rows. For each tile of rows, the task computes the
+// product with each panel in cache and adds it to the sums at once. The (N, M) product never reaches memory. Each slice
+// of rows has its own partial sums. A second pass adds them in a fixed order, so that results do not depend on timing.
 #include <memory>
 
 #include "checks.h"
@@ -13,14 +13,14 @@
 namespace s3d {
 namespace {
 
-// Rows per tile: with D up to a few hundred, a tile of X stays in the second-level cache and its product in the first.
+// With D up to a few hundred, a tile of X stays in the second-level cache and its product in the first.
 constexpr int64_t tile_rows = 96;
 constexpr int64_t tile_bytes = 192 << 10;
-// What the vectors of one task, and its sums, may take.
+// The most memory for the vectors of one task. Its sums take as much again.
 constexpr int64_t block_bytes = 1 << 20;
-// What partial sums of all layers may take, per thread.
+// The most memory for the partial sums of all layers, per thread.
 constexpr int64_t partial_bytes = 2 << 20;
-// Tasks per thread: enough to even out their lengths.
+// Several tasks per thread even out the lengths of tasks.
 constexpr int64_t tasks_per_thread = 8;
 constexpr double least_flops_per_task = 1e6;
 
@@ -34,7 +34,7 @@ struct Layer {
     PanelGrid panels;
     int64_t depth, rows_per_tile;
     int64_t row_slices = 1, panels_per_task = 1;
-    std::unique_ptr<T[]> partials;  // (row_slices, panels, depth, width), where there is more than one slice
+    std::unique_ptr<T[]> partials;  // (row_slices, panels, depth, width), or null if there is one slice
 
     Layer(const at::Tensor& x, const at::Tensor& c, const at::Tensor& v, bool bias, const at::Tensor& result)
         : kernel(kernels<T>()),
@@ -54,8 +54,9 @@ struct Layer {
     int64_t panel_blocks() const { return ceil_div(panels.size(), panels_per_task); }
     int64_t tasks() const { return row_slices * panel_blocks(); }
 
-    // Rows first, since partial sums are cheap; panels where there are too few rows, or too large sums. Partial sums
-    // may take `budget` bytes; returns what they do take.
+    // Divides the layer into tasks. It divides the rows first, because partial sums are cheap. It divides the panels if
+    // the layer has too few rows or if the sums are too large. The partial sums may take `budget` bytes. Returns the
+    // bytes that they take.
     int64_t divide(double flops_per_task, int64_t budget) {
         const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(flops() / flops_per_task));
         const int64_t entry = sizeof(T), largest_block = std::max<int64_t>(1, block_bytes / (panel_size() * entry));
@@ -129,6 +130,7 @@ void run_layers(std::list<Layer<T>>& layers) {
     run_tasks(sums.size(), [&](int64_t i) { sums[i].first->add_slices(sums[i].second); });
 }
 
+// The result is contiguous, even if V is not.
 at::Tensor result_like(const at::Tensor& V) {
     return at::empty(V.sizes(), V.options().memory_format(at::MemoryFormat::Contiguous));
 }

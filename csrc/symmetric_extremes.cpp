@@ -1,6 +1,7 @@
-// The extreme eigenpairs of many small symmetric matrices: Householder's reduction to tridiagonal form, in float64,
-// each matrix on one thread. The full spectrum, which LAPACK's drivers find, is most of their work and is not wanted
-// here.
+// Finds the extreme eigenpairs of many small symmetric matrices, each matrix on one thread.
+//
+// Householder reflections reduce a matrix to tridiagonal form in float64. LAPACK's drivers spend most of their time on
+// the full spectrum, and only its ends are needed here.
 #include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
@@ -11,18 +12,19 @@
 namespace s3d {
 namespace {
 
-// Reduces A (n, n), symmetric and stored in full, to the tridiagonal matrix Q^T A Q. Column k of A below the diagonal
-// becomes the vector of reflection k, which is 1 - scale[k] v v^T. `p` has room for n numbers.
+// Reduces A (n, n), symmetric and stored in full, to the tridiagonal matrix Q^T A Q. Reflection k is
+// 1 - scale[k] v v^T. Its vector v overwrites row k of A, right of the diagonal. `v` and `p` are scratch memory for n
+// numbers each.
 void reduce(double* A, int64_t n, double* diagonal, double* off_diagonal, double* scale, double* v, double* p) {
     const Kernels<double>& kernel = kernels<double>();
     for (int64_t k = 0; k + 1 < n; ++k) {
         const int64_t m = n - k - 1;
-        double* below = A + (k + 1) * n + k + 1;  // the rows and columns that are left, m x m
-        // A is symmetric: row k, right of the diagonal, is the column below it.
+        double* below = A + (k + 1) * n + k + 1;  // the remaining rows and columns, m x m
+        // A is symmetric, so row k right of the diagonal equals column k below it, and a row is contiguous.
         double* x = A + k * n + k + 1;
         diagonal[k] = A[k * n + k];
         const double tail = kernel.dot(x + 1, x + 1, m - 1);
-        // Entries are at most 1: what is this small is rounding, and its square may be subnormal.
+        // The entries of A are at most 1. A tail this small is rounding error, and its squares may be subnormal.
         if (tail < 1e-280) {
             off_diagonal[k] = x[0];
             scale[k] = 0;
@@ -34,7 +36,7 @@ void reduce(double* A, int64_t n, double* diagonal, double* off_diagonal, double
         const double divisor = 1 / (x[0] - target);
         v[0] = 1;
         for (int64_t i = 1; i < m; ++i) v[i] = x[i] * divisor;
-        // A - v w^T - w v^T with w = p - scale/2 (p.v) v, p = scale A v.
+        // The reflection turns A into A - v w^T - w v^T with p = scale A v and w = p - scale/2 (p.v) v.
         for (int64_t i = 0; i < m; ++i) p[i] = scale[k] * kernel.dot(below + i * n, v, m);
         kernel.add(-scale[k] / 2 * kernel.dot(p, v, m), v, m, p);
         for (int64_t i = 0; i < m; ++i) {
@@ -62,7 +64,7 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
         double* p = scratch.take<double>(n);
         double* work = scratch.take<double>(tridiagonal::work_size(n));
         const T* from = S.const_data_ptr<T>() + j * n * n;
-        // Divided by the largest entry, so that no square leaves the range.
+        // Divide by the largest entry, so that no square overflows or underflows.
         double largest = 0;
         for (int64_t i = 0; i < n * n; ++i) largest = std::max(largest, std::abs(static_cast<double>(from[i])));
         const double unit = largest > 0 && std::isfinite(largest) ? largest : 1;
@@ -90,10 +92,12 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
     });
 }
 
+// Returns the extreme eigenvalues (M, 2) and unit eigenvectors (M, 2, D) of S (M, D, D), in float64. The vector of a
+// repeated eigenvalue is any unit vector of its eigenspace. If both eigenvalues are equal, the vectors may be too.
 std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S) {
     check_compute_dtype("S", S);
     TORCH_CHECK_VALUE(S.dim() == 3 && S.size(1) == S.size(2) && S.size(1) > 0,
-                      "S must have shape (M, D, D), D > 0, got ", S.sizes());
+                      "S must have shape (M, D, D) with D > 0, got ", S.sizes());
     const auto options = S.options().dtype(at::kDouble);
     return {at::empty({S.size(0), 2}, options), at::empty({S.size(0), 2, S.size(1)}, options)};
 }

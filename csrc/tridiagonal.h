@@ -1,4 +1,4 @@
-// The extreme eigenpairs of one symmetric tridiagonal matrix.
+// Finds the extreme eigenpairs of one symmetric tridiagonal matrix T.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace s3d::tridiagonal {
 
-// How many eigenvalues of T lie below x; squares are those of the off-diagonal.
+// Returns how many eigenvalues of T lie below x. `squares` holds the squares of the off-diagonal.
 inline int64_t count_below(const double* diagonal, const double* squares, int64_t n, double x, double tiny) {
     int64_t below = 0;
     double pivot = 1;
@@ -20,7 +20,7 @@ inline int64_t count_below(const double* diagonal, const double* squares, int64_
     return below;
 }
 
-// The eigenvalue number `which` by bisection, to the last bits of the spectral radius.
+// Returns eigenvalue number `which` by bisection, to a few units in the last place of the spectral radius.
 inline double bisect(const double* diagonal, const double* squares, int64_t n, int64_t which, double low, double high,
                      double tiny) {
     while (true) {
@@ -30,8 +30,8 @@ inline double bisect(const double* diagonal, const double* squares, int64_t n, i
     }
 }
 
-// The eigenvector to an eigenvalue, by inverse iteration: (T - value) is factored with row exchanges, as it is singular
-// but for rounding. `work` holds 5 n numbers.
+// Finds the unit eigenvector of an eigenvalue by inverse iteration. T - value is singular except for rounding, so its
+// factorization exchanges rows. `work` has room for 5 n numbers.
 inline void eigenvector(const double* diagonal, const double* off, int64_t n, double value, double tiny, double* work,
                         double* x) {
     double *d = work, *u = d + n, *uu = u + n, *l = uu + n, *swapped = l + n;
@@ -54,14 +54,14 @@ inline void eigenvector(const double* diagonal, const double* off, int64_t n, do
         u[i + 1] -= l[i] * uu[i];
     }
     if (std::abs(d[n - 1]) < tiny) d[n - 1] = tiny;
-    // A start without any structure: by symmetry, a regular one may be orthogonal to what is sought.
+    // The start vector is pseudo-random. A regular one may be orthogonal to the eigenvector by symmetry.
     uint64_t state = 0x9e3779b97f4a7c15u;
     for (int64_t i = 0; i < n; ++i) {
         state = state * 6364136223846793005u + 1442695040888963407u;
         x[i] = 0.5 + static_cast<double>(state >> 40) / static_cast<double>(1 << 24);
     }
     for (int round = 0; round < 3; ++round) {
-        // The start is arbitrary: in the first round it stands for what elimination would have made of another start.
+        // The first round skips the elimination: the start is arbitrary, and so is the result of elimination.
         for (int64_t i = 0; round && i + 1 < n; ++i) {
             if (swapped[i] != 0) std::swap(x[i], x[i + 1]);
             x[i + 1] -= l[i] * x[i];
@@ -80,16 +80,16 @@ inline void eigenvector(const double* diagonal, const double* off, int64_t n, do
     }
 }
 
-// How much scratch memory `extremes` wants, in numbers.
+// Returns the scratch memory that `extremes` needs, in numbers.
 inline int64_t work_size(int64_t n) { return 8 * n; }
 
-// The smallest and largest eigenvalue of the matrix with this diagonal (n) and off-diagonal (n - 1), and their unit
-// vectors. A matrix that is not finite has the eigenvalues NaN.
+// Finds the smallest and the largest eigenvalue, and their unit eigenvectors, of the matrix with this diagonal (n) and
+// off-diagonal (n - 1). If an entry is not finite, both eigenvalues are NaN.
 template <typename T>
 void extremes(const T* diagonal, const T* off_diagonal, int64_t n, double* work, double values[2],
               double* const vectors[2]) {
     double *d = work, *off = d + n, *squares = off + n, *rest = squares + n;
-    // The matrix is divided by its largest entry, so that no square leaves the range.
+    // Divide the matrix by its largest entry, so that no square overflows or underflows.
     double largest = 0;
     bool finite = true;
     const auto see = [&](double entry) {
@@ -106,7 +106,7 @@ void extremes(const T* diagonal, const T* off_diagonal, int64_t n, double* work,
         }
         return;
     }
-    // Gershgorin's bounds.
+    // Gershgorin's circles bound the spectrum.
     double low = 0, high = 0;
     for (int64_t i = 0; i < n; ++i) {
         d[i] = diagonal[i] / largest;

@@ -1,4 +1,4 @@
-// Finds the extreme eigenpairs of symmetric tridiagonal matrices, one matrix per filter.
+// Finds the extreme eigenpairs of symmetric tridiagonal matrices, one per filter: see reference.tridiagonal_extremes.
 #include "checks.h"
 #include "dtype.h"
 #include "operator.h"
@@ -30,7 +30,7 @@ std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& a
     check_compute_dtype("alpha", alpha);
     check_dtype("beta", beta, alpha.scalar_type());
     check_dtype("length", length, at::kLong);
-    TORCH_CHECK_VALUE(alpha.dim() == 2 && alpha.size(1) > 0, "alpha must have shape (M, k), k > 0, got ",
+    TORCH_CHECK_VALUE(alpha.dim() == 2 && alpha.size(1) > 0, "alpha must have shape (M, k) with k > 0, got ",
                       alpha.sizes());
     TORCH_CHECK_VALUE(beta.sizes() == alpha.sizes(), "beta must have shape ", alpha.sizes(), ", got ", beta.sizes());
     TORCH_CHECK_VALUE(length.dim() == 1 && length.size(0) == alpha.size(0), "length must have shape (", alpha.size(0),

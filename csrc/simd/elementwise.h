@@ -1,6 +1,6 @@
-// Loops over single entries: act''(z), vectors, weight rows after splits, and 16-bit numbers.
+// Computes entry by entry: act''(z), products of pairs, sums of vectors, weight rows after splits, and 16-bit numbers.
 
-// e^x for x <= 0, to about one unit in the last place; 0 from where it would be subnormal on. Of NaN, NaN.
+// Returns e^x for x <= 0, to about one unit in the last place. Where e^x is subnormal, it returns 0. NaN gives NaN.
 template <typename T>
 S3D_INLINE Vector<T> exp_negative(Vector<T> x) {
     constexpr bool is_float = sizeof(T) == 4;
@@ -8,14 +8,14 @@ S3D_INLINE Vector<T> exp_negative(Vector<T> x) {
     const T least = is_float ? T(-87.3) : T(-708.3);
     const auto vanishes = x < least;
     x = maximum<T>(x, broadcast<T>(least));
-    // x = k ln 2 + r with |r| <= ln 2 / 2; adding and taking away 1.5 * 2^mantissa rounds to the nearest integer.
+    // x = k ln 2 + r with |r| <= ln 2 / 2. Adding and subtracting 1.5 * 2^mantissa rounds to the nearest integer.
     const T round = T(1.5) * T(int64_t(1) << mantissa);
     const Vector<T> shifted = x * T(1.4426950408889634074) + round;
     const Vector<T> k = shifted - round;
     const T high = is_float ? T(0.693359375) : T(0.693145751953125);
     const T low = is_float ? T(-2.12194440054690583e-4) : T(1.42860682030941723212e-6);
     const Vector<T> r = (x - k * high) - k * low;
-    // The Taylor polynomial: on this interval its first missing term is below half a unit in the last place.
+    // The Taylor polynomial is enough: on this interval, its first missing term is below half a unit in the last place.
     constexpr int degree = is_float ? 7 : 13;
     constexpr double inverse_factorial[] = {
         1.,        1.,         1. / 2,      1. / 6,       1. / 24,       1. / 120,       1. / 720,
@@ -28,7 +28,7 @@ S3D_INLINE Vector<T> exp_negative(Vector<T> x) {
     return select<T>(vanishes, Vector<T>{}, select<T>(x == x, result, x));
 }
 
-// The derivative of the sigmoid, sigmoid(x) sigmoid(-x), and tanh(x / 2) = 2 sigmoid(x) - 1; both without cancellation.
+// The derivative of the sigmoid, sigmoid(x) sigmoid(-x), and tanh(x / 2) = 2 sigmoid(x) - 1, without cancellation.
 template <typename T>
 struct Sigmoid {
     Vector<T> slope, tanh_half;
@@ -37,7 +37,7 @@ struct Sigmoid {
         const Vector<T> inverse = T(1) / (T(1) + e);
         slope = e * inverse * inverse;
         const Vector<T> magnitude = (T(1) - e) * inverse;
-        // Near zero by its series, since 1 - e cancels there.
+        // Near zero, 1 - e cancels, so tanh comes from its series.
         const Vector<T> h = x * T(0.5), q = h * h;
         const Vector<T> series = h * (T(1) - q * (T(1) / 3 - q * (T(2) / 15 - q * (T(17) / 315))));
         const T near = sizeof(T) == 4 ? T(0.1) : T(0.02);
@@ -56,7 +56,7 @@ S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
     const Vector<T> zero = {};
     if constexpr (kind == Curvature::silu) {
         const Sigmoid<T> s(z);
-        // The slope is 0 for large z, where z alone may be infinite.
+        // The slope is 0 for large z. The clamp avoids 0 times infinity.
         return s.slope * (T(2) - clamp<T>(z, T(1e4)) * s.tanh_half);
     } else if constexpr (kind == Curvature::gelu) {
         const Vector<T> x = clamp<T>(z, T(40));
@@ -90,8 +90,8 @@ S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
 
 template <typename T>
 struct Entries {
-    // Writes whole vectors, from the first pair to the last: what one run writes too much, the next one overwrites.
-    // Rows of X and Y are therefore followed by room for one vector.
+    // Each run of pairs writes whole vectors, and the next run overwrites the surplus. Rows of X and Y therefore need
+    // room for one more vector.
     static void pair_products(const T* X, int64_t x_stride, int64_t rows, int64_t depth, int64_t first, int64_t pairs,
                               T* Y, int64_t y_stride) {
         int64_t a = 0, skipped = 0;
@@ -183,7 +183,7 @@ struct Entries {
         for (; i < count; ++i) y[i] += factor * x[i];
     }
 
-    // The entries [begin, end) of a grown row, one by one.
+    // Computes the entries [begin, end) of a grown row one by one.
     static S3D_INLINE void grow_entries(const T* row, T row_scale, const T* shift, T shift_scale,
                                         const Columns<T>* columns, const T* column_scale, int64_t begin, int64_t end,
                                         T* out) {
@@ -269,14 +269,14 @@ static void widen_float16(const uint16_t* from, int64_t count, float* to) {
     }
 #endif
     for (; i < count; ++i) {
-        // Exponent and mantissa moved into place make the number times 2^-112, exactly, subnormals included.
+        // Moving exponent and mantissa into place gives the number times 2^-112. This is exact for subnormals too.
         const uint32_t magnitude = static_cast<uint32_t>(from[i] & 0x7fff) << 13;
         float value;
         __builtin_memcpy(&value, &magnitude, 4);
         value *= 0x1p112f;
         uint32_t bits;
         __builtin_memcpy(&bits, &value, 4);
-        // Infinity and NaN have all bits of the exponent set in either format.
+        // In both formats, infinity and NaN have all bits of the exponent set.
         if ((from[i] & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
         bits |= static_cast<uint32_t>(from[i] & 0x8000) << 16;
         __builtin_memcpy(to + i, &bits, 4);

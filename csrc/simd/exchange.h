@@ -1,11 +1,12 @@
-// EdgeConv's gather from, and scatter to, the winning neighbours.
+// Gathers from the winning neighbours of EdgeConv and scatters to them.
 
-// Winners and coefficients are read once, a few of every row, which no hardware prefetcher sees coming.
+// The loop prefetches this number of rows ahead. It reads winners and coefficients once, a few bytes per row, and
+// hardware does not predict that.
 constexpr int64_t rows_ahead = 8;
 
 template <typename T>
 struct Exchange {
-    // `columns` is the number of filters if it is known to be a whole panel, else 0.
+    // `columns` is the width of a panel if all its columns are filters, and 0 otherwise.
     template <int columns>
     static S3D_INLINE bool some(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows,
                                 int64_t points, int64_t filters, const T* C, int64_t c_stride, const T* offset,
@@ -21,7 +22,7 @@ struct Exchange {
             uint64_t place[width<T>], out_of_range = 0;
             for (int64_t j = 0; j < count; ++j) {
                 const uint64_t point = static_cast<uint64_t>(from[j]);
-                // The sign bit: set if the winner is negative, or beyond the last point.
+                // This sets the sign bit if the winner is negative or beyond the last point.
                 out_of_range |= point | (static_cast<uint64_t>(points) - 1 - point);
                 place[j] = point * width<T> + j;
             }

@@ -1,14 +1,14 @@
-// The two matrix products of S v on panels: U = C * (X V) and out += X^T U.
+// Computes the two matrix products of S v on panels: U = C * (X V) and out += X^T U.
 //
-// Both are one loop, `multiply`: a tile of S3D_TILE_ROWS x S3D_TILE_VECTORS vectors stays in registers while entries of
-// X are broadcast against vectors of a panel. The products differ only in which index of X runs along the tile.
+// Both use the loop `multiply`. It keeps a tile of S3D_TILE_ROWS x S3D_TILE_VECTORS vectors in registers and multiplies
+// entries of X with vectors of a panel. The products differ in the index of X that runs along the tile.
 
 constexpr int tile_rows = S3D_TILE_ROWS;
 constexpr int tile_vectors = S3D_TILE_VECTORS;
 template <typename T>
 constexpr int width = tile_vectors * lanes<T>;
 
-// So many rows of V stay in the first-level cache while all rows of X pass by.
+// This number of rows of V stays in the first-level cache while the loop reads all rows of X.
 constexpr int64_t depth_block = 256;
 
 template <typename T, int R>
@@ -46,7 +46,7 @@ S3D_INLINE void store_tile(const Tile<T, R>& tile, T* to) {
         for (int v = 0; v < tile_vectors; ++v) store(to + i * width<T> + v * lanes<T>, tile[i][v]);
 }
 
-// Calls kernel<R> with R = rows, for any 1 <= rows <= tile_rows.
+// Calls Kernel<rows>, for 1 <= rows <= R.
 template <int R, template <int> class Kernel, typename... Arguments>
 S3D_INLINE void with_rows(int rows, const Arguments&... arguments) {
     if constexpr (R == 1) {
@@ -59,8 +59,8 @@ S3D_INLINE void with_rows(int rows, const Arguments&... arguments) {
     }
 }
 
-// Divides `count` into the fewest groups of at most tile_rows, all of nearly the same size: a last group of one or two
-// rows would leave the multipliers waiting for each other.
+// Divides `total` rows into as few groups of at most tile_rows as possible, of nearly equal sizes. In a group of one or
+// two rows, each multiplication would wait for the one before it.
 struct Groups {
     int64_t count, size, larger;
     explicit Groups(int64_t total)
@@ -77,7 +77,7 @@ struct Panels {
             Tile<T, R> tile = {};
             if (!first) load_tile<T, R>(tile, U);
             if (C) {
-                // C is read once, a few bytes per row, which no hardware prefetcher sees coming: ask for the next rows.
+                // The loop reads C once, a few bytes per row. Hardware does not predict that: prefetch the rows.
                 for (int i = 0; i < R; ++i) __builtin_prefetch(C + (i + 2 * R) * c_stride);
             }
             multiply<T, R>(tile, X, x_stride, 1, depth, V);

@@ -1,10 +1,10 @@
-// Vectors of S3D_VECTOR_BYTES bytes, by the compilers' vector extension.
+// Defines vectors of S3D_VECTOR_BYTES bytes with the vector extension of GCC and Clang.
 //
-// This file and its neighbours are compiled once per instruction set, inside a namespace of that set's name. They use
-// nothing but builtins: a function of the standard library, inlined here with wide instructions, could be the copy that
-// the linker keeps for the whole program, and would crash it on a lesser processor.
+// set.h includes the headers of this folder once per instruction set, inside the set's namespace. They use builtins
+// only. A function of the standard library would be compiled here with wide instructions. The linker might keep that
+// copy for the whole program, which would then crash on a processor without those instructions.
 
-// Clang's shuffle takes constants only; without AVX2 a permutation is no faster than single entries.
+// Clang's shuffle takes constant indices only. Without AVX2, a permutation is as slow as single entries.
 #if defined(__clang__) || S3D_VECTOR_BYTES < 32
 #define S3D_CAN_PERMUTE 0
 #else
@@ -38,7 +38,7 @@ S3D_INLINE Vector<T> broadcast(T value) {
     return value - Vector<T>{};
 }
 
-// The integers of the same size, which comparisons return.
+// Vectors of integers of the same size. Comparisons return them.
 template <typename T>
 using Integers = Vector<Integer<T>>;
 
@@ -48,7 +48,7 @@ S3D_INLINE Vector<T> select(Integers<T> condition, Vector<T> yes, Vector<T> no) 
                                        (~condition & reinterpret_cast<Integers<T>>(no)));
 }
 
-// Of a NaN in `a`, a NaN; also from `maximum` and `absolute`.
+// A NaN in `a` gives NaN. The same holds for `maximum` and `absolute`.
 template <typename T>
 S3D_INLINE Vector<T> minimum(Vector<T> a, Vector<T> b) {
     return select<T>(a > b, b, a);
