@@ -1,6 +1,6 @@
 """Every operation as plain PyTorch, one expression each: the definition that tests and benchmarks compare with.
 
-Nothing here checks its input; `backends.operations` does, once. Shapes: N rows, D parameters per filter, M filters, and any
+Nothing here checks its input; `backends.operations` does, once. Shapes: N rows, D parameters per filter, M filters;
 leading dimensions of V (written `...`) hold several vectors per filter.
 """
 

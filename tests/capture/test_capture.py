@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import Captured, Graph, NeuronSplit, SplitPlan, SumOperator, apply_splits, capture, trace
+from s3d_fast import Captured, Graph, NeuronSplit, SplitPlan, SumOperator, apply_splits, capture, register_layer, trace
 from s3d_fast.capture import one_batch as batch_capture
 from s3d_fast.capture.folding import foldable
 from tests.cases import random_vectors, relative_error
@@ -185,6 +185,38 @@ def test_a_change_in_place_of_a_view_of_the_activation() -> None:
 
     model = net(forward, conv=nn.Conv2d(3, 4, 2), head=nn.Linear(36, 3))
     assert_is_second_derivative(model, data(2, 3, 4, 4))
+
+
+class DropPath(nn.Module):
+    """Returns its argument in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+register_layer(DropPath, linear=True)
+
+# Calls that return their own argument in eval mode.
+RETURNING: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "dropout": lambda s, h: F.dropout(h, 0.5, s.training),
+    "dropout1d": lambda s, h: F.dropout1d(h, 0.5, s.training),
+    "alpha_dropout": lambda s, h: F.alpha_dropout(h, 0.5, s.training),
+    "feature_alpha_dropout": lambda s, h: F.feature_alpha_dropout(h, 0.5, s.training),
+    "AlphaDropout": lambda s, h: s.alpha(h),
+    "registered": lambda s, h: s.path(h),
+    "Identity": lambda s, h: s.identity(h),
+    "chain": lambda s, h: s.identity(F.alpha_dropout(s.path(h), 0.5, s.training)).contiguous(),
+}
+
+
+@pytest.mark.parametrize("which", RETURNING)
+def test_a_change_in_place_of_what_a_call_returned_unchanged(which: str) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.head(RETURNING[which](self, F.silu(self.up(x))).mul_(2.0))
+
+    modules = {"alpha": nn.AlphaDropout(0.5), "path": DropPath(), "identity": nn.Identity()}
+    model = net(forward, up=nn.Linear(4, 5), head=nn.Linear(5, 3), **modules)
+    assert_is_second_derivative(model, data(6, 4))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import s3d_fast as s3d
+from s3d_fast.growth import grower
 from s3d_fast.growth import split_step as growth
 from s3d_fast.models.mlp import MLP
 from s3d_fast.recipes.baselines import random_plan
@@ -143,6 +144,30 @@ def test_a_budget_is_kept_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in memory of a budget of 400 B" in said
     assert "6 batches" in said
     assert "solve:" in said
+
+
+def test_every_architecture_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+
+    def noted(model: nn.Module, example: Any) -> s3d.Graph:
+        traced.append(parameters(model))
+        return s3d.trace(model, example)
+
+    monkeypatch.setattr(grower, "trace", noted)
+    history = grow_worker.grower(None, phases=4).run()
+    assert sum(phase.splits > 0 for phase in history) == 3
+    assert traced == [phase.params for phase in history]
+
+
+def test_a_model_that_training_has_changed_is_traced_again() -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, phase: int) -> None:
+        if phase == 0:
+            model.layers[1] = nn.Tanh()
+
+    run = smooth_grower(train=train, phases=2)
+    assert "tanh" not in {unit.activation.name for unit in run.graph}
+    run.run()
+    assert {unit.activation.name for unit in run.graph} == {"tanh"}
 
 
 def test_every_phase_is_recorded() -> None:

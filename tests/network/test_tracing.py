@@ -770,3 +770,10 @@ def test_models_of_several_inputs_are_given_a_tuple() -> None:
     graph = trace(Two().double(), (data(3, 4), data(3, 5)))
     assert list(graph.units) == ["a", "b"]
     assert graph.layers["head"].inputs == (Segment("a", 3), Segment("b", 2))
+
+
+def test_a_graph_is_as_long_as_it_has_units() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 5), nn.SiLU(), nn.Linear(5, 2))
+    graph = trace(model, torch.zeros(1, 3))
+    assert len(graph) == len(list(graph)) == 2
+    assert len(trace(nn.Linear(3, 4), torch.zeros(1, 3))) == 0
