@@ -25,8 +25,8 @@ class VGG19(nn.Module):
         hidden: widths of the classifier's hidden layers: none, or (4096, 4096) for ImageNet.
         activation: makes the activation modules.
         dropout: rate after every hidden layer of the classifier.
-        batchnorm: put a BatchNorm after every convolution. With it the parameters have the names of torchvision's
-            vgg19_bn, without it those of its vgg19.
+        batchnorm: put a BatchNorm after every convolution. With it the parameters are named as in torchvision's
+            vgg19_bn, without it as in vgg19.
     """
 
     def __init__(

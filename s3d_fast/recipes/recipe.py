@@ -30,7 +30,7 @@ def _setting(help: str, demand: Demand, default: Any = None) -> Any:
 
 
 def _each(demand: Demand) -> Demand:
-    """Return a demand that makes `demand` on every entry of a tuple."""
+    """Return a demand that checks every entry of a tuple by `demand`."""
 
     def every(name: str, values: Any) -> None:
         if not isinstance(values, tuple):
