@@ -95,7 +95,8 @@ def _activation_maker(module_type: type[nn.Module], given: Any) -> Callable[[Any
     """Return the function that makes the Activation of a module of a registered type."""
     if isinstance(given, str) and not is_activation(given):
         raise ValueError(f"activation must be one of {', '.join(activation_names())}; got {given!r}")
-    if isinstance(given, Activation) or (isinstance(given, Hashable) and is_activation(given)):
+    is_known = isinstance(given, Activation) or (isinstance(given, Hashable) and is_activation(given))
+    if is_known:
         fixed = activation(given)
         return lambda module: fixed
     # A module that is no known activation, or the class of one, would be called with the module and make no Activation.
