@@ -1,5 +1,7 @@
 """Signed splitting steepest descent: grow PyTorch networks by splitting neurons, fast."""
 
+import sys
+
 from s3d_fast.backends.operations import (
     add_splitting_matrices,
     conv_matvec,
@@ -39,6 +41,8 @@ from s3d_fast.splitting.selection import select
 from s3d_fast.splitting.surgery import apply_splits
 
 __version__ = VERSION
+# The module lives in `growth`; `from s3d_fast.schedules import cosine` finds it as well.
+sys.modules[f"{__name__}.schedules"] = schedules
 
 __all__ = [
     "Activation",

@@ -37,7 +37,7 @@ class World:
         return self.rank == 0
 
     @property
-    def part(self) -> tuple[int, int]:
+    def shard(self) -> tuple[int, int]:
         """Which part of the data is this process's: (rank, size)."""
         return self.rank, self.size
 

@@ -19,7 +19,7 @@ from s3d_fast.capture.one_batch import BatchCapture
 from s3d_fast.network.graph import Graph, Unit
 from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator
-from s3d_fast.operators.streamed import DiskStream, Part, RecomputedStream, Stream, StreamedOperator, shell
+from s3d_fast.operators.streamed import DiskStream, RecomputedStream, Stream, StreamedOperator, UnitOperators, shell
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -171,7 +171,7 @@ class _Keeper:
         self,
         plan: CapturePlan | None = None,
         scratch: str | os.PathLike[str] | bool = False,
-        recapture: Callable[[Collection[str]], Iterator[Part]] | None = None,
+        recapture: Callable[[Collection[str]], Iterator[UnitOperators]] | None = None,
     ) -> None:
         self.plan = plan
         self.terms: dict[str, list[SplittingOperator]] = {}
@@ -223,12 +223,12 @@ class _Keeper:
         return StreamedOperator(self.stream, name, like, rows, None if common is None else common / batches)
 
 
-def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[Part]]:
+def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[UnitOperators]]:
     """Return what captures given units of all batches again, as long as the model is what it was."""
     state = [*capturer.model.parameters(), *capturer.model.buffers()]
     versions = [tensor._version for tensor in state]
 
-    def recapture(units: Collection[str]) -> Iterator[Part]:
+    def recapture(units: Collection[str]) -> Iterator[UnitOperators]:
         capturer.graph.check(capturer.model)
         if [tensor._version for tensor in state] != versions:
             raise ValueError("the model has changed since it was captured; capture it again")

@@ -36,7 +36,7 @@ def some(names: Iterable[object], limit: int = 5) -> str:
 
 
 @contextmanager
-def whole(path: Path, kind: str) -> Iterator[None]:
+def readable_whole(path: Path, kind: str) -> Iterator[None]:
     """Turn any error that a library raises on a damaged file into a ValueError that names the file."""
     try:
         yield
@@ -56,7 +56,7 @@ def read_npz(path: Path, wanted: Sequence[Sequence[str]]) -> list[np.ndarray]:
     """
     # Opened here because numpy leaves a damaged file open.
     with path.open("rb") as stream:
-        with whole(path, "npz file"):
+        with readable_whole(path, "npz file"):
             # allow_pickle=False: an array of objects would be a pickle, which can execute anything.
             archive = np.load(stream, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
@@ -68,7 +68,7 @@ def _read_array(path: Path, archive: np.lib.npyio.NpzFile, names: Sequence[str])
     name = next((name for name in names if name in archive.files), None)
     if name is None:
         raise ValueError(f"{path} must hold an array {' or '.join(names)}, got {some(archive.files)}")
-    with whole(path, f"npz file, in its array {name}"):
+    with readable_whole(path, f"npz file, in its array {name}"):
         return archive[name]
 
 

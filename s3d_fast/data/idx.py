@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.data.augment import pad_crop_flip
-from s3d_fast.data.files import as_labels, existing, found, whole
+from s3d_fast.data.files import as_labels, existing, found, readable_whole
 from s3d_fast.data.images import normalise
 from s3d_fast.data.sources import ArraySource, Dataset
 
@@ -49,7 +49,7 @@ def read_idx(path: Path) -> np.ndarray:
     """
     data = path.read_bytes()
     if path.suffix == ".gz":
-        with whole(path, "gzip file"):
+        with readable_whole(path, "gzip file"):
             data = gzip.decompress(data)
     if len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
         raise ValueError(f"{path} must begin like an idx file of bytes (0, 0, 8, dimensions), got {list(data[:4])}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from s3d_fast.base import require
 from s3d_fast.data.augment import scale_and_jitter
-from s3d_fast.data.files import as_labels, existing, found, read_npz, some, whole
+from s3d_fast.data.files import as_labels, existing, found, read_npz, readable_whole, some
 from s3d_fast.data.sources import ArraySource, Dataset
 
 CLASSES = 40
@@ -106,7 +106,7 @@ def _read_h5(paths: list[Path]) -> Split:
     h5py = require.library("h5py", "HDF5 files need h5py", "'s3d_fast[h5]'")
     splits = []
     for path in paths:
-        with whole(path, "HDF5 file"), h5py.File(path, "r") as file:
+        with readable_whole(path, "HDF5 file"), h5py.File(path, "r") as file:
             arrays = {name: file[name][()] for name in file if name in ("data", "label")}
             names = some(file) or "nothing"
         if len(arrays) < 2:

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 # What a tensor is stored as; indices of points never need 64 bits.
 STORED = {torch.int64: torch.int32}
 
-Part = list[tuple[str, SplittingOperator]]  # operators of some units on one batch each
+UnitOperators = list[tuple[str, SplittingOperator]]  # operators of some units on one batch each
 
 
 def shell(operator: SplittingOperator) -> SplittingOperator:
@@ -87,7 +87,7 @@ class Stream(Provider):
         return 0
 
     @abstractmethod
-    def parts(self, units: Collection[str]) -> Iterator[Part]:
+    def parts(self, units: Collection[str]) -> Iterator[UnitOperators]:
         """Yield the operators of these units on every batch. A part is valid until the next one is asked for."""
 
     def matvec_all(
@@ -134,11 +134,11 @@ class Stream(Provider):
 class RecomputedStream(Stream):
     """Every pass captures all batches again: a forward and a backward pass of each."""
 
-    def __init__(self, recapture: Callable[[Collection[str]], Iterator[Part]], batches: int) -> None:
+    def __init__(self, recapture: Callable[[Collection[str]], Iterator[UnitOperators]], batches: int) -> None:
         super().__init__()
         self.recapture, self.batches = recapture, batches
 
-    def parts(self, units: Collection[str]) -> Iterator[Part]:
+    def parts(self, units: Collection[str]) -> Iterator[UnitOperators]:
         return self.recapture(units)
 
 
@@ -201,7 +201,7 @@ class DiskStream(Stream):
             view, place = view[written:], place + written
         self.size = place + -place % ALIGNMENT
 
-    def parts(self, units: Collection[str]) -> Iterator[Part]:
+    def parts(self, units: Collection[str]) -> Iterator[UnitOperators]:
         chunks = self._chunks([record for record in self.records if record.unit in units])
         if not chunks:
             return

@@ -41,7 +41,7 @@ def _each(demand: Demand) -> Demand:
     return every
 
 
-def _share_of_epochs(name: str, value: Any) -> None:
+def _require_share_of_epochs(name: str, value: Any) -> None:
     require.number(name, value)
     if not 0 < value <= 1:
         raise ValueError(f"{name} must hold shares of the epochs in (0, 1], got {value!r}")
@@ -51,15 +51,15 @@ def _one_of(*choices: str) -> Demand:
     return lambda name, value: require.choice(name, value, choices)
 
 
-def _steps(name: str, value: Any) -> None:
+def _require_steps(name: str, value: Any) -> None:
     require.count(name, value, at_least=0)
 
 
-def _copies(name: str, value: Any) -> None:
+def _require_copies(name: str, value: Any) -> None:
     require.copy_count(value)
 
 
-def _bound(name: str, value: Any) -> None:
+def _require_bound(name: str, value: Any) -> None:
     require.weight_bound(value)
 
 
@@ -77,7 +77,9 @@ class Recipe:
     channels_last: bool = False
 
     widths: tuple[int, ...] = _setting("filters of every layer of the seed network", _each(require.count))
-    steps: int = _setting("splitting steps; a phase of training comes before each, and one after the last", _steps)
+    steps: int = _setting(
+        "splitting steps; a phase of training comes before each, and one after the last", _require_steps
+    )
     epochs: int = _setting("epochs per phase", require.count)
     batch_size: int = _setting("samples per training batch", require.count)
     train_samples: int | None = _setting("training samples to use; all by default", require.count)
@@ -90,7 +92,7 @@ class Recipe:
         "learning rate schedule within a phase: step, cosine or constant", _one_of("step", "cosine", "constant"), "step"
     )
     decay_at: tuple[float, ...] = _setting(
-        "when the step schedule decays, as shares of the epochs", _each(_share_of_epochs), (0.5, 0.75)
+        "when the step schedule decays, as shares of the epochs", _each(_require_share_of_epochs), (0.5, 0.75)
     )
     decay: float = _setting("factor of the step schedule", require.positive, 0.1)
     warmup: float = _setting(
@@ -98,8 +100,8 @@ class Recipe:
     )
     label_smoothing: float = _setting("label smoothing of the training loss", require.below_one, 0.0)
     eps: float = _setting("size of a split", require.positive, 0.01)
-    m: int = _setting("copies that a neuron is split into: 2, 3 or 4", _copies, 2)
-    c: float = _setting("bound on the sum of the absolute weights of the copies; 1 is S2D", _bound, 1.3)
+    m: int = _setting("copies that a neuron is split into: 2, 3 or 4", _require_copies, 2)
+    c: float = _setting("bound on the sum of the absolute weights of the copies; 1 is S2D", _require_bound, 1.3)
     fraction: float | None = _setting("share of the filters to split per step", require.share)
     macs: tuple[int, ...] | None = _setting(
         "instead of fraction: the MACs that each step may grow to", _each(require.count)

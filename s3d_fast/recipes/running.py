@@ -210,7 +210,7 @@ def evaluate(model: nn.Module, batches: Any, channels_last: bool = False, world:
 def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Grower:
     """Return the Grower of a network; `options` add to its arguments or replace them."""
     last = recipe.channels_last
-    world, part = job.world, job.world.part
+    world, part = job.world, job.world.shard
     train, test = job.train_set, job.test_set.batches(256, part=part)
     loss = make_loss(recipe)
     trainer = EpochTrainer(

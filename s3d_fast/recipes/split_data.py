@@ -58,7 +58,7 @@ class SplitData:
             epoch_seconds: how long an epoch takes; estimated if None.
         """
         size = self.recipe.split_batch
-        drawn = self.train.sample(size * self.count(epoch_seconds), size, self.world.part)
+        drawn = self.train.sample(size * self.count(epoch_seconds), size, self.world.shard)
         return OnDevice(drawn, self._device, self.recipe.channels_last)
 
     def count(self, epoch_seconds: float | None = None) -> int:

@@ -111,7 +111,7 @@ def test_a_rank_that_dies_ends_all_and_the_run_goes_on(stage: str, rank: int, ra
 
 def test_a_process_that_is_alone() -> None:
     assert ALONE.is_first
-    assert ALONE.part == (0, 1)
+    assert ALONE.shard == (0, 1)
     assert ALONE.sum(1.5, 2) == [1.5, 2]
     assert ALONE.same("value") == "value"
     assert ALONE.agree(3)
