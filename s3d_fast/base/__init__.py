@@ -1,1 +1,1 @@
-"""What every room needs: demands on arguments, tables, whole files, byte counts, random states, processes, batches."""
+"""Shared helpers: argument checks, text tables, atomic files, byte counts, random states, processes, batches."""

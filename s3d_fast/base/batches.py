@@ -1,4 +1,4 @@
-"""What can be asked of any batches: how many there are, whether every pass gives the same, and to be on a device."""
+"""Helpers for any iterable of batches: its length, whether every pass is the same, and moving to a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def length_of(batches: object) -> int | None:
-    """Return the number of batches, or None where that is not known, as of a loader over an iterable data set."""
+    """Return the number of batches; None if it is unknown, as for a loader over an iterable data set."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
@@ -17,15 +17,15 @@ def length_of(batches: object) -> int | None:
 
 
 def are_the_same(batches: object) -> bool:
-    """Return whether every pass gives the same batches: those of a list or tuple, and of what says `same_every_pass`.
+    """Return whether every pass over the batches is known to give the same ones.
 
-    A loader that shuffles does not, and nothing else can be seen from outside.
+    This is so for a list, a tuple, and any object with `same_every_pass = True`. Anything else may shuffle.
     """
     return isinstance(batches, (list, tuple)) or getattr(batches, "same_every_pass", False) is True
 
 
 def moved(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
-    """Return a batch with its tensors on a device, images with their channels innermost if wanted."""
+    """Return a batch with its tensors on a device; `channels_last` stores images with their channels innermost."""
     if isinstance(batch, Tensor):
         images = channels_last and batch.dim() == 4
         memory_format = torch.channels_last if images else torch.preserve_format

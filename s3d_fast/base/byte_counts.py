@@ -1,4 +1,4 @@
-"""Amounts of memory: as people write them, and as they are read; and who else is on the machine."""
+"""Byte counts: parsing, printing, and the number of processes that share the machine."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def as_bytes(name: str, amount: int | str) -> int:
     """Return an amount such as 1_000_000, "512MB" or "4GiB" in bytes.
 
     Raises:
-        ValueError: it is none, or not positive; names the argument.
+        ValueError: `amount` is not a number of bytes, or is not positive. The message names the argument.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(amount))
     unit = (match[2] or "B").upper() if match else ""
     if match is None or isinstance(amount, (bool, float)) or unit not in UNITS or float(match[1]) <= 0:
-        raise ValueError(f"{name} must be a positive number of bytes, or a text such as '4GiB'; got {amount!r}")
+        raise ValueError(f"{name} must be a positive number of bytes, or a string such as '4GiB'; got {amount!r}")
     return int(float(match[1]) * UNITS[unit])
 
 
 def as_text(amount: float) -> str:
-    """Return a number of bytes for people: "3.5 GiB"."""
+    """Return a number of bytes as text, such as "3.5 GiB"."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= size:
             return f"{amount / size:.1f} {unit}"
@@ -31,5 +31,5 @@ def as_text(amount: float) -> str:
 
 
 def local_processes() -> int:
-    """Return how many processes of this run share the machine, as torchrun says."""
+    """Return how many processes of this run share the machine: torchrun's LOCAL_WORLD_SIZE, or 1."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

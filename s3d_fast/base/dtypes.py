@@ -1,4 +1,4 @@
-"""The dtypes that rows are stored in, and those that arithmetic is done in."""
+"""The dtypes for storing rows and for arithmetic."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ FLOAT_DTYPES = COMPUTE_DTYPES + HALF_DTYPES
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the dtype that arithmetic on rows stored as `stored` is done in: float32 for the 16-bit ones."""
+    """Return the dtype for arithmetic on rows stored as `stored`: float32 for 16-bit dtypes, else `stored`."""
     return torch.float32 if stored in HALF_DTYPES else stored

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file such that a reader sees the old one or the new one, also if the machine stops meanwhile."""
+    """Write a file atomically: readers get the old content or the new, even if the machine stops during the write."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -20,7 +20,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         temporary.unlink(missing_ok=True)
     if os.name != "posix":
         return
-    # The name of the file is on disk only when its folder is.
+    # The rename is on disk only after its folder is synced.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,4 +1,4 @@
-"""The loss of a model on a batch, for both kinds of loss function that `capture` takes."""
+"""The loss of a model on a batch, for both kinds of loss function that `capture` accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import Tensor
 def batch_loss(
     model: Callable[..., Any], loss_fn: Callable[[Any, Any], Tensor], batch: Any, name: str = "a batch"
 ) -> Tensor:
-    """Return the loss of a model on a batch, for both kinds of loss function of `capture`; `name` is for errors.
+    """Return the loss of a model on a batch: loss_fn(model, batch) or loss_fn(output, target), as for `capture`.
+
+    Errors call the batch `name`.
 
     Raises:
         ValueError: the batch is not a pair (input, target), which loss_fn(output, target) needs.
@@ -27,10 +29,10 @@ def batch_loss(
 
 
 def checked_loss(model: Callable[..., Any], loss_fn: Callable[[Any, Any], Tensor], batch: Any, index: int) -> Tensor:
-    """Return the loss of a model on the batch of this index.
+    """Return the loss of a model on the batch with this index.
 
     Raises:
-        ValueError: the loss is not a finite scalar; names the batch.
+        ValueError: the loss is not a scalar tensor, or is not finite.
     """
     loss = batch_loss(model, loss_fn, batch, f"batch {index}")
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Those of PyTorch as tensors, those of Python and numpy as plain data.
+# PyTorch's states are tensors, Python's and numpy's are plain data.
 RandomState = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def seed_all(*key: int) -> None:
-    """Seed PyTorch, Python and numpy from a key; different keys of one length give unrelated states."""
+    """Seed PyTorch, Python and numpy from a key; different keys of the same length give unrelated states."""
     state = int(np.random.SeedSequence(key).generate_state(1)[0])
     torch.manual_seed(state)
     random.seed(state)
@@ -34,7 +34,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-    """Bring the generators back to the states that `random_state` returned; those of GPUs that are gone stay away."""
+    """Restore the states that `random_state` returned; states of GPUs that this machine lacks are ignored."""
     torch.set_rng_state(tensors["cpu"])
     for index in range(torch.cuda.device_count()):
         if f"cuda:{index}" in tensors:

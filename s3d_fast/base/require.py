@@ -1,4 +1,4 @@
-"""Demands at the public boundary: each raises an error that names the argument, what it got and what it wanted."""
+"""Argument checks at the public boundary: each error names the argument, what was wanted and what was given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensor(name: str, value: object) -> None:
 
 
 def shape(name: str, tensor: Tensor, wanted: Sequence[int | str]) -> None:
-    """Raise ValueError unless `tensor` has the wanted shape; a string stands for any size and is its name."""
+    """Raise ValueError unless `tensor` has the wanted shape; a string names a dimension of any size."""
     matches = tensor.dim() == len(wanted) and all(
         isinstance(want, str) or got == want for got, want in zip(tensor.shape, wanted, strict=True)
     )
@@ -33,7 +33,12 @@ def shape(name: str, tensor: Tensor, wanted: Sequence[int | str]) -> None:
 
 
 def agreement(name: str, tensor: Tensor, like_name: str, like: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Raise unless `tensor` has the device of `like`, and its dtype (or `dtype` where that is given)."""
+    """Raise unless `tensor` has the dtype of `like` (or `dtype`, if given) and is on its device.
+
+    Raises:
+        TypeError: the dtypes differ.
+        ValueError: the devices differ.
+    """
     wanted = like.dtype if dtype is None else dtype
     if tensor.dtype != wanted:
         raise TypeError(f"{name} must be {wanted} to go with {like_name} ({like.dtype}), got {tensor.dtype}")
@@ -44,8 +49,8 @@ def agreement(name: str, tensor: Tensor, like_name: str, like: Tensor, dtype: to
 def finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError if `tensor` holds NaN or Inf.
 
-    A finite sum proves that every entry is finite without writing anything; only a sum that is not finite,
-    which overflow can also cause, is worth looking at entry by entry.
+    A finite sum proves that every entry is finite, and needs no extra memory. If the sum is not finite, it may have
+    overflowed: only then is every entry checked.
     """
     if tensor.numel() == 0 or bool(torch.isfinite(tensor.sum())):
         return
@@ -106,7 +111,7 @@ def share(name: str, value: float) -> None:
 
 
 def pair(name: str, value: object, at_least: int) -> tuple[int, int]:
-    """Return a pair of integers, given as such or as one integer for both; raise ValueError if it is not that."""
+    """Return a pair of integers, given as a pair or as one integer for both; raise ValueError otherwise."""
     pair = [value, value] if isinstance(value, Integral) else value
     if isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(n, Integral) for n in pair):
         first, second = int(pair[0]), int(pair[1])
@@ -128,10 +133,10 @@ def choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def library(module: str, what: str, install: str) -> Any:
-    """Import a library that is not among the package's dependencies.
+    """Import and return an optional library.
 
     Raises:
-        RuntimeError: it is not installed; says how to get it.
+        RuntimeError: it is not installed. The message says how to install it.
     """
     try:
         return importlib.import_module(module)

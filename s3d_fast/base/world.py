@@ -1,4 +1,4 @@
-"""The processes that run one growth together, as torchrun starts them. A process that is alone has the same methods."""
+"""The processes of one run, as torchrun starts them. A single process has the same methods."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class World:
     """All processes of a run, seen from one of them.
 
     Attributes:
-        rank: of this process, from 0.
-        size: how many there are.
-        device: where this process computes; collectives of numbers use it.
+        rank: the rank of this process, from 0.
+        size: the number of processes.
+        device: where this process computes, and where numbers are summed over the processes.
     """
 
     rank: int = 0
@@ -33,28 +33,31 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes files and talks."""
+        """Whether this process is the one that writes files and prints."""
         return self.rank == 0
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Which part of the data is this process's: (rank, size)."""
+        """The part of the data that this process reads: (rank, size)."""
         return self.rank, self.size
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model to train with: its gradients are averages over all processes."""
+        """Return the model to train: its gradients are averaged over all processes."""
         if self.size == 1:
             return model
         return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
 
     def level(self, model: nn.Module) -> None:
-        """Give all processes the buffers of the first: running statistics differ, as each sees its own samples."""
+        """Copy the first process's buffers to all processes.
+
+        Running statistics differ between processes, since each trains on its own samples.
+        """
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
 
     def sum(self, *values: float) -> list[float]:
-        """Return the sums of some numbers over all processes."""
+        """Return the sum of each number over all processes."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -67,7 +70,7 @@ class World:
         return self.size * squares == total * total
 
     def same(self, value: Value) -> Value:
-        """Return the first process's value in all of them."""
+        """Return the first process's value, in all processes."""
         if self.size == 1:
             return value
         held = [value]
@@ -75,7 +78,7 @@ class World:
         return held[0]
 
     def wait(self) -> None:
-        """Return when all processes have come here."""
+        """Return once all processes have called this."""
         if self.size > 1:
             dist.barrier()
 
@@ -85,9 +88,9 @@ ALONE = World()
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[World]:
-    """Join the processes that torchrun has started, over NCCL on GPUs and gloo on CPUs; alone if it has not.
+    """Join the processes that torchrun has started: NCCL on GPUs, gloo on CPUs. Without torchrun, yield one process.
 
-    A process that ends with an error leaves the others waiting, until torchrun, which sees it, ends them.
+    If a process ends with an error, the others wait until torchrun ends them.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:

@@ -1,12 +1,12 @@
 """Activations with their first and second derivatives, found by name, by module or by function.
 
-A kink is a place where the slope jumps. There the second derivative is an impulse, which no sample of data ever
-hits, so each kink of height `jump` is replaced by the curvature of a softplus of sharpness beta:
+A kink is a place where the slope jumps. There the second derivative is an impulse, which no sample of data
+ever hits. Each kink of height `jump` is therefore replaced by the curvature of a softplus of sharpness beta:
 
     act''(z) = curvature(z) + sum over kinks of  jump * beta * sigmoid(beta (z - at)) * sigmoid(-beta (z - at))
 
 where `curvature` is the exact second derivative away from the kinks. Smooth activations have no kinks and use their
-own exact second derivative. The function whose second derivative this is, `Activation.surrogate`, differs from the
+own exact second derivative. `Activation.surrogate` is the function with this second derivative; it differs from the
 activation only near its kinks.
 """
 
@@ -26,7 +26,7 @@ from s3d_fast.base import require
 
 Elementwise = Callable[[Tensor], Tensor]
 
-# The sharpness of the softplus that stands in for a kink; the value used by the published S2D code.
+# The sharpness of the softplus that stands in for a kink. The published S2D code uses the same value.
 DEFAULT_SHARPNESS = 3.0
 
 
@@ -40,14 +40,14 @@ class Kink:
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula for act'' away from kinks that compiled kernels know by name, and its parameters."""
+    """The name and parameters of a formula for act'' away from kinks that the compiled kernels implement."""
 
     name: str
     a: float = 0.0
     b: float = 0.0
 
 
-# A curvature of zero, between kinks.
+# Zero curvature between kinks.
 _NONE = Formula("none")
 
 
@@ -56,14 +56,14 @@ class Activation:
     """An elementwise function with its derivatives.
 
     Attributes:
-        name: the name that `activation` finds it by.
+        name: its name for `activation`.
         function: act(z).
         first: act'(z), one-sided at a kink.
         curvature: act''(z) away from the kinks.
         kinks: where the slope jumps; empty for a smooth activation.
         sharpness: beta of the softplus that stands in for a kink.
-        formula: which compiled formula computes `curvature`, for the built-in activations; None if there is none. An
-            activation of your own leaves it at that.
+        formula: the compiled formula that computes `curvature`; None if there is none. Leave it None for an activation
+            of your own.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Activation:
         return self.function(z)
 
     def second(self, z: Tensor) -> Tensor:
-        """Return act''(z), each kink smoothed by a softplus of the given sharpness."""
+        """Return act''(z), with each kink smoothed by a softplus of the given sharpness."""
         result = self.curvature(z)
         for kink in self.kinks:
             s = torch.sigmoid(self.sharpness * (z - kink.at))
@@ -124,12 +124,12 @@ def activation(
 
     Raises:
         ValueError: the name is not known, an option has a bad value, or sharpness <= 0.
-        TypeError: no activation belongs to this module or function, or it has no such option.
+        TypeError: the module or function is not a known activation, or it has no such option.
     """
     if sharpness is not None:
         require.positive("sharpness", sharpness)
     if options and not (isinstance(which, str) or which in _FUNCTIONS):
-        raise TypeError(f"options go with a name or a function only, got {', '.join(options)} for {which!r}")
+        raise TypeError(f"options are allowed only with a name or a function, got {', '.join(options)} for {which!r}")
     if isinstance(which, Activation):
         return which if sharpness is None else replace(which, sharpness=sharpness)
     if isinstance(which, nn.Module):
@@ -163,7 +163,7 @@ def is_activation(which: object) -> bool:
 
 
 def _softplus(z: Tensor, beta: float) -> Tensor:
-    # threshold: torch's softplus turns linear beyond it, with an error that float64 sees at its default of 20.
+    # Beyond the threshold, torch's softplus is linear. At the default of 20 the error shows in float64.
     return F.softplus(z, beta=beta, threshold=40.0)
 
 
@@ -236,7 +236,7 @@ def _gelu(approximate: str = "none") -> Activation:
 
 
 def _within(z: Tensor, bound: float) -> Tensor:
-    """Return z confined to where a derivative is not yet constant to the last bit, so that z^2 cannot overflow."""
+    """Return z clamped so that z^2 cannot overflow; beyond the bound, derivatives are constant to the last bit."""
     return z.clamp(-bound, bound)
 
 
@@ -272,7 +272,7 @@ def _softplus_activation(beta: float = 1.0, threshold: float = 20.0) -> Activati
     require.positive("beta", beta)
     require.number("threshold", threshold)
 
-    # PyTorch's softplus is the identity beyond the threshold, and its derivatives are those of the identity.
+    # Beyond the threshold, PyTorch's softplus is the identity, with derivatives 1 and 0.
     def first(z: Tensor) -> Tensor:
         return torch.where(beta * z > threshold, torch.ones_like(z), torch.sigmoid(beta * z))
 

@@ -1,4 +1,4 @@
-"""The edges that come in at each point: what turns the scatter of EdgeConv into sums in a fixed order."""
+"""The winning edges, sorted by the point they come in at: EdgeConv's scatter becomes sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Incoming(NamedTuple):
 
     winner: Tensor  # (B, P, M)
     order: Tensor  # (B, P, M): the points of a cloud in the order of their winners
-    start: Tensor  # (B, P + 1, M): where in `order` the points begin whose winner is this one
+    start: Tensor  # (B, P + 1, M): the place in `order` of the first point with this winner
 
     def restrict(self, filters: Tensor) -> Incoming:
         """Return the edges of the given filters."""
@@ -21,7 +21,7 @@ class Incoming(NamedTuple):
 
 
 def incoming_edges(winner: Tensor) -> Incoming:  # (B, P, M), int64
-    """Return the edges sorted by the point they come in at: once for all products with a layer."""
+    """Return the winning edges, sorted by the point they come in at. All products with a layer can share them."""
     ordered, order = winner.mT.contiguous().sort(stable=True)
     points = torch.arange(winner.shape[1] + 1, device=winner.device).expand(*order.shape[:2], -1)
     start = torch.searchsorted(ordered, points.contiguous())

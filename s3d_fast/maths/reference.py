@@ -51,7 +51,7 @@ def splitting_matrices(
     bias: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # (M, D, D), or (M, D + 1, D + 1) with bias
-    """Return the dense splitting matrices S_j = X^T diag(C[:, j]) X in `dtype` (that of X by default)."""
+    """Return the dense splitting matrices S_j = X^T diag(C[:, j]) X in `dtype` (by default the dtype of X)."""
     rows = with_ones(X) if bias else X
     rows, C = rows.to(dtype or X.dtype), C.to(dtype or X.dtype)
     if C.shape[1] == 0:
@@ -154,7 +154,7 @@ def curvature_coefficients(
 
 
 def with_ones(X: Tensor) -> Tensor:
-    """Return [X, 1]: the rows that a filter with a bias sees."""
+    """Return [X, 1], the rows of a filter with a bias."""
     return torch.cat([X, X.new_ones(*X.shape[:-1], 1)], -1)
 
 
@@ -176,7 +176,7 @@ def grow_weight(
     rows: Tensor,  # (M',), which row each new row copies
     row_scale: Tensor | None = None,  # (M',)
     shift: Tensor | None = None,  # (R, I, ...), added to the copied rows
-    shift_rows: Tensor | None = None,  # (M',), which row of shift; -1 for none. One after the other by default
+    shift_rows: Tensor | None = None,  # (M',), which row of shift; -1 for none; by default row i for new row i
     columns: Tensor | None = None,  # (I',), which column each new column copies
     column_scale: Tensor | None = None,  # (I',)
     shift_scale: float = 1.0,
@@ -206,15 +206,15 @@ def krylov_extend(
     scale: Tensor,  # (M,), the largest entry of T so far; changed
     step: int,
 ) -> None:
-    """Make of S q the next basis vector of every Krylov space, and write it to basis[:, step + 1].
+    """Turn S q into the next basis vector of every Krylov space, and write it to basis[:, step + 1].
 
-    An exhausted space, one that S maps into itself, gets the coupling 0 and the zero vector, and stops growing.
+    A space that S maps into itself is exhausted: it gets the coupling 0 and the zero vector, and stops growing.
     """
     width = basis.shape[2]
     done = beta[:, step - 1] == 0 if step else torch.zeros_like(length, dtype=torch.bool)
     space = basis[:, : step + 1]
     a = (basis[:, step] * product).sum(-1)
-    # Once removes the component along the space; twice removes what rounding left of it.
+    # The first pass removes the component along the space; the second removes what rounding left of it.
     for _ in range(2):
         product = product - (space.mT @ (space @ product.unsqueeze(-1))).squeeze(-1)
     b = safe_norm(product)
@@ -232,14 +232,14 @@ def krylov_extend(
 
 def tridiagonal_extremes(
     alpha: Tensor,  # (M, k), the diagonals
-    beta: Tensor,  # (M, k), the off-diagonals; the last entry has no part in T
+    beta: Tensor,  # (M, k), the off-diagonals; the last entry is not part of T
     length: Tensor,  # (M,), int64 in [1, k]: the size of each matrix
 ) -> tuple[Tensor, Tensor]:  # (M, 2) and (M, 2, k), float64
     """Return the smallest and largest eigenvalue of symmetric tridiagonal matrices, and their unit vectors."""
     alpha, beta = alpha.double(), beta.double()
     steps = alpha.shape[1]
-    # Beyond its end a matrix gets a diagonal above its whole spectrum: the rows there couple to nothing and their
-    # eigenvalues sort last, which leaves the first `length` eigenvalues as the real ones.
+    # A matrix smaller than k is padded with diagonal entries above its spectrum. They couple to nothing and sort last,
+    # so the first `length` eigenvalues are the matrix's own.
     index = torch.arange(steps, device=alpha.device)
     inside = index < length.unsqueeze(-1)
     coupled = index + 1 < length.unsqueeze(-1)
@@ -257,13 +257,13 @@ def tridiagonal_extremes(
 def symmetric_extremes(S: Tensor) -> tuple[Tensor, Tensor]:  # (M, D, D) -> (M, 2) and (M, 2, D), float64
     """Return the smallest and largest eigenvalue of symmetric matrices, and their unit vectors."""
     S = S.double()
-    # LAPACK reads one triangle: make sure that both agree.
+    # LAPACK reads only one triangle, so make both agree.
     values, vectors = torch.linalg.eigh((S + S.mT) / 2)
     return values[:, [0, -1]], vectors[..., [0, -1]].mT
 
 
 def safe_norm(vectors: Tensor) -> Tensor:
-    """Return the norms along the last dimension; squares neither overflow nor underflow, whatever the scale of S."""
+    """Return the norms along the last dimension; no square overflows or underflows, whatever the scale of S."""
     largest = vectors.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest, 1)
     return (vectors / scale).norm(dim=-1) * scale.squeeze(-1)

@@ -1,4 +1,4 @@
-"""Optimal splitting schemes: how much a split can gain, and the weights and offsets of the copies that gain it.
+"""Optimal splitting schemes: how much a split can gain, and the weights and offsets that attain it.
 
 Splitting a neuron into m copies with weights w_k (sum 1, sum |w_k| <= c) and offsets eps * delta_k (|delta_k| <= 1,
 sum w_k delta_k = 0) changes the loss by eps^2 / 2 * sum_k w_k delta_k^T S delta_k + O(eps^3). The smallest value of
@@ -12,7 +12,7 @@ that sum is the gain G <= 0. With r = (c - 1) / (c + 1):
     3  mixed     2c/(c+1) lmin - r lmax                 ((c+1)/4, +-sqrt(1-r^2) vmin + r vmax), (-(c-1)/2, vmax)
     4  quartet   (c+1)/2 min(lmin,0)-(c-1)/2 max(lmax,0)  ((c+1)/4, +-vmin), (-(c-1)/4, +-vmax)
 
-The mixed triplet is not in the S3D paper, whose Theorem 2 overlooks it: docs/math.md proves the full result.
+The mixed triplet is not in the S3D paper: its Theorem 2 overlooks it. docs/math.md proves the full result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COPIES = (2, 3, 4)
 class Split(NamedTuple):
     """The optimal split of each of several neurons into m copies.
 
-    A neuron with gain 0 is not to be split: its first copy has weight 1, the others 0, and nothing moves.
+    A neuron with gain 0 should not be split: its first copy has weight 1, the others have weight 0, all offsets are 0.
     """
 
     weights: Tensor  # (..., m)
@@ -43,12 +43,12 @@ def split_gain(lambda_min: Tensor | float, lambda_max: Tensor | float, m: int = 
     """Return G, the best possible sum_k w_k delta_k^T S delta_k over m copies; never positive.
 
     Args:
-        lambda_min, lambda_max: the extreme eigenvalues of S, of any one shape.
-        m: the number of copies, 2, 3 or 4. More than 4 gain nothing.
+        lambda_min, lambda_max: the extreme eigenvalues of S; any shape, the same for both.
+        m: the number of copies, 2, 3 or 4. A fifth copy gains nothing.
         c: the bound on the sum of absolute weights; 1 allows positive weights only (S2D).
 
     Raises:
-        ValueError: m, c, or eigenvalues that are not finite, differ in shape or have lambda_min > lambda_max.
+        ValueError: m or c is out of range; or eigenvalues are not finite, differ in shape, or lambda_min > lambda_max.
     """
     low, high = _eigenvalues(lambda_min, lambda_max)
     gains = _gains(low, high, m, c)
@@ -66,7 +66,7 @@ def optimal_split(
     """Return the weights and offsets that attain `split_gain`, for each neuron.
 
     Raises:
-        ValueError: as `split_gain`, or vectors whose shape does not go with the eigenvalues.
+        ValueError: as `split_gain`; or the shape of the vectors does not match the eigenvalues.
     """
     low, high = _eigenvalues(lambda_min, lambda_max)
     for name, vector in (("v_min", v_min), ("v_max", v_max)):
@@ -81,7 +81,7 @@ def optimal_split(
 
     weights, along_min, along_max = _tables(m, c, low.dtype, low.device)
     if m == 4:
-        # A direction whose eigenvalue has the wrong sign is not taken.
+        # A direction is used only if its eigenvalue has the right sign.
         v_min = v_min * (low < 0).unsqueeze(-1)
         v_max = v_max * (high > 0).unsqueeze(-1)
     w = weights[choice]
@@ -89,7 +89,7 @@ def optimal_split(
     offsets = offsets + along_max[choice].unsqueeze(-1) * v_max.unsqueeze(-2)
 
     if m == 3:
-        # Eigenvectors that a solver left slightly oblique could put a mixed offset outside the unit ball.
+        # Without exactly orthogonal eigenvectors, a mixed offset could lie outside the unit ball.
         length = offsets.norm(dim=-1).amax(-1).clamp(min=1)
         offsets = offsets / torch.where(choice == 2, length, 1)[..., None, None]
 
@@ -135,7 +135,7 @@ def _gains(low: Tensor, high: Tensor, m: int, c: float) -> Tensor:
 
 
 def _tables(m: int, c: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for every scheme with m copies, the weights and the offsets along v_min and v_max: each (schemes, m)."""
+    """Return the weights, and the offsets along v_min and v_max, of every scheme with m copies: each (schemes, m)."""
     r = (c - 1) / (c + 1)
     h = math.sqrt(1 - r * r)
     plus, minus = (c + 1) / 4, -(c - 1) / 4
