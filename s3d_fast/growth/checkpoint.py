@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from s3d_fast.base.files import write_whole
 from s3d_fast.network import layers
 from s3d_fast.network.edgeconv import EdgeConv
+from s3d_fast.network.graph import SIZE_ATTRIBUTES
 from s3d_fast.splitting.undo import AllOrNothing, set_size
 
 FORMAT = "s3d_fast grown network 1"
-# The attributes of modules that say how many channels they have; nothing else is set from a file.
-SIZE_ATTRIBUTES = ("in_channels", "out_channels", "groups", "num_features", "in_features", "out_features")
 
 
 def save_grown(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -219,6 +218,7 @@ def layer_sizes(model: nn.Module) -> dict[str, dict[str, int]]:
 
 def _size_attributes(module: nn.Module) -> tuple[str, ...]:
     custom = layers.custom_layer(module)
+    # Nothing else is set from a file.
     return SIZE_ATTRIBUTES if custom is None else custom.size_attributes
 
 

@@ -160,8 +160,7 @@ class ChannelAnalysis:
                 self.own_activation[found[1]] = name
 
     def _note(self, name: str, kind: str, width: int, inputs: Layout, positions: int) -> None:
-        shapes = self.roles[name].shapes
-        self.layers[name] = Layer(name, kind, width, inputs, positions, self.calls[name], shapes)
+        self.layers[name] = Layer.of(self.modules[name], name, kind, width, inputs, positions, self.calls[name])
 
     def _unsplittable(self, name: str, role: layers.Role) -> str | None:
         """Return why the layer's own filters cannot be split, or None."""

@@ -25,6 +25,9 @@ class Segment(NamedTuple):
 
 Layout = tuple[Segment, ...]
 
+# The attributes of PyTorch's modules that say how many channels they have.
+SIZE_ATTRIBUTES = ("in_channels", "out_channels", "groups", "num_features", "in_features", "out_features")
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -66,8 +69,15 @@ class Layer:
     inputs: Layout  # the channels it reads: for depthwise and BatchNorm, those it treats one by one
     positions: int  # places per sample at which it is evaluated
     calls: int
-    shapes: Mapping[str, tuple[int, ...]]  # of its own parameters and buffers, by name
+    sizes: Mapping[str, object]  # the shapes of its own tensors, and its size attributes, by name
     reason: str | None = None  # why it cannot be split; None for a unit, and for what is no producer
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, name: str, kind: str, width: int, inputs: Layout, positions: int, calls: int
+    ) -> Layer:
+        """Return the layer that a module is, with the module's sizes."""
+        return cls(name, kind, width, inputs, positions, calls, sizes_of(module))
 
 
 @dataclass
@@ -121,12 +131,12 @@ class Graph:
                 module = model.get_submodule(name)
             except AttributeError:
                 raise ValueError(f"model has no layer {name!r}, which the traced one has") from None
-            now = shapes_of(module)
-            for tensor, shape in layer.shapes.items():
-                if now.get(tensor) != shape:
+            now = sizes_of(module)
+            for what, size in layer.sizes.items():
+                if now.get(what) != size:
                     raise ValueError(
-                        f"graph is stale or of another model: the {tensor} of {name!r} had shape {shape} when it was "
-                        f"traced and has {now.get(tensor)} now; trace the model again"
+                        f"graph is stale or of another model: {what} of {name!r} was {size} when the model was traced "
+                        f"and is {now.get(what)} now; trace the model again"
                     )
 
     def check_same(self, model: nn.Module) -> None:
@@ -149,7 +159,8 @@ class Graph:
             return False
 
 
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a module's own parameters and buffers, by name."""
+def sizes_of(module: nn.Module) -> dict[str, object]:
+    """Return the shapes of a module's own parameters and buffers, and its size attributes, by name."""
     stored = {**module._parameters, **module._buffers}
-    return {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor is not None}
+    sizes: dict[str, object] = {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor is not None}
+    return sizes | {name: value for name in SIZE_ATTRIBUTES if isinstance(value := getattr(module, name, None), int)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from torch import nn
@@ -150,7 +149,6 @@ class Role:
         kind: one of `PRODUCERS`; "depthwise", "batchnorm" or "custom", with tensors for every channel; "activation",
             "curved", "dropout", "spatial", "flatten", "mixing"; or "other".
         word: what error messages call it.
-        shapes: of its own parameters and buffers, by name.
         activation: that it is, or that an EdgeConv layer has inside.
         width, input_width, fan_in: filters, input channels and parameters per filter of a producer.
         multiplier: outputs per channel of a depthwise layer.
@@ -164,7 +162,6 @@ class Role:
 
     kind: str
     word: str
-    shapes: Mapping[str, tuple[int, ...]]
     activation: Activation | None = None
     width: int = 0
     input_width: int = 0
@@ -185,25 +182,22 @@ def roles(modules: Mapping[str, nn.Module]) -> dict[str, Role]:
 
 
 def _role(module: nn.Module) -> Role:
-    stored = {**module._parameters, **module._buffers}
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor is not None}
     word = type(module).__name__
     kind = producer_kind(module)
     if kind is not None:
-        return _producer_role(module, kind, shapes)
+        return _producer_role(module, kind)
     custom = custom_layer(module)
     if is_depthwise(module):
         assert isinstance(module, nn.Conv2d)
         multiplier = module.out_channels // module.in_channels
         names = per_channel_names(module)
-        return Role("depthwise", word, shapes, multiplier=multiplier, has_stored_channels=is_stored(module, names))
+        return Role("depthwise", word, multiplier=multiplier, has_stored_channels=is_stored(module, names))
     if is_batchnorm(module):
-        return Role("batchnorm", word, shapes, has_stored_channels=is_stored(module, per_channel_names(module)))
+        return Role("batchnorm", word, has_stored_channels=is_stored(module, per_channel_names(module)))
     if custom is not None:
         return Role(
             "custom",
             word,
-            shapes,
             activation=activation_of(module),
             per_channel=custom.per_channel,
             linear=custom.linear,
@@ -211,25 +205,24 @@ def _role(module: nn.Module) -> Role:
         )
     selects = isinstance(module, SELECTING)
     if type(module) in MODULES:
-        return Role("activation", word, shapes, activation=activation(module), selects=selects)
+        return Role("activation", word, activation=activation(module), selects=selects)
     for kind, types in (("dropout", ELEMENTWISE), ("curved", CURVED), ("spatial", SPATIAL), ("flatten", (nn.Flatten,))):
         if isinstance(module, types):
-            return Role(kind, word, shapes, selects=selects)
+            return Role(kind, word, selects=selects)
     mixing = next((word for type_, word in MIXING.items() if isinstance(module, type_)), None)
-    return Role("other", word, shapes) if mixing is None else Role("mixing", mixing, shapes)
+    return Role("other", word) if mixing is None else Role("mixing", mixing)
 
 
-def _producer_role(module: nn.Module, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> Role:
+def _producer_role(module: nn.Module, kind: str) -> Role:
     inner = module.activation if isinstance(module, EdgeConv) else None
-    weight = shapes.get("weight")
+    weight = module._parameters.get("weight")
     return Role(
         kind,
         type(module if inner is None else inner).__name__,
-        shapes,
         activation=None if inner is None else activation_of(inner),
         width=output_width(module),
         input_width=input_width(module),
-        fan_in=0 if weight is None else prod(weight[1:]) + has_bias(module),
+        fan_in=0 if weight is None else weight[0].numel() + has_bias(module),
         is_grouped=isinstance(module, nn.Conv2d) and module.groups > 1,
         has_stored_rows=is_stored(module, ("weight", "bias")),
         has_stored_columns=is_stored(module, ("weight",)),
@@ -254,7 +247,7 @@ def is_depthwise(module: nn.Module) -> bool:
 
 def is_batchnorm(module: nn.Module) -> bool:
     """Return whether the module is a BatchNorm that has statistics to evaluate with."""
-    return isinstance(module, _BatchNorm) and module.track_running_stats
+    return isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
 
 
 def output_width(module: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""What a solver sees of a layer: the splitting matrices of its filters, known by their products with vectors."""
+"""The interface between layers and solvers: splitting matrices, given by their products with vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Provider(ABC):
-    """Provides operators that hold no data of their own with their products, those of all layers at once."""
+    """Computes the products of operators that hold no data of their own, for all layers at once."""
 
     @abstractmethod
     def matvec_all(
@@ -31,14 +31,14 @@ class Provider(ABC):
 
 
 class SplittingOperator(ABC):
-    """M symmetric D x D matrices, one per filter, that are never formed unless `dense` is asked for.
+    """M symmetric D x D matrices, one per filter. Only `dense` forms them.
 
     Attributes:
         shape: (M, D).
-        dtype: of the vectors and of the arithmetic.
-        device: where the vectors live.
-        provider: where the products come from, if not from the operator itself.
-        rows: N, where the matrices are sums over so many rows that can be added up cheaply; else None.
+        dtype: the dtype of the vectors and of the arithmetic.
+        device: the device of the vectors.
+        provider: computes the products, if the operator itself does not.
+        rows: N, if the matrices are sums over N rows and cheap to form; else None.
     """
 
     shape: tuple[int, int]
@@ -53,7 +53,7 @@ class SplittingOperator(ABC):
 
     @abstractmethod
     def restrict(self, filters: Tensor) -> SplittingOperator:
-        """Return the operator of the given filters alone; `filters` holds their indices."""
+        """Return the operator restricted to some filters; `filters` holds their indices."""
 
     def dense(self, backend: str = "auto") -> Tensor:
         """Return the matrices themselves, (M, D, D), column by column."""
@@ -68,19 +68,19 @@ class SplittingOperator(ABC):
         matrices.add_(self.dense(backend), alpha=weight)
 
     def row_terms(self) -> list[tuple[PointwiseOperator, float]] | None:
-        """Return the operators on plain rows, with weights, that this one is the sum of; None if it is no such sum."""
+        """Return this operator as a weighted sum of operators on plain rows; None if it is not such a sum."""
         return None
 
     def common_part(self) -> Tensor | None:
-        """Return what the rows have in common, (D,): their mean, in units of the root mean square of their lengths.
+        """Return the common part of the rows, (D,): their mean in units of their root mean square length.
 
         Its length is 1 if all rows are the same, and nearly 0 if they have nothing in common. A cheap approximation is
-        good enough; None means that the operator has none to offer.
+        good enough. None means that it is not known.
         """
         return None
 
     def stored_as(self, dtype: torch.dtype | None) -> SplittingOperator:
-        """Return the operator with its rows and coefficients, where they are float32, in another dtype."""
+        """Return the operator with its float32 tensors in another dtype; None keeps them."""
         other = copy.copy(self)
         for name, value in vars(self).items():
             if dtype is not None and isinstance(value, Tensor) and value.dtype == torch.float32:
@@ -89,12 +89,13 @@ class SplittingOperator(ABC):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the operator keeps in memory."""
+        """The bytes that the operator holds in memory."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     def _describe(self, X: Tensor, C: Tensor, filters: int, width: int) -> None:
-        require.not_empty("X", X)
-        require.not_empty("C", C)
+        for name, tensor in (("X", X), ("C", C)):
+            if tensor.numel() == 0:
+                require.not_empty(name, tensor)
         self.shape = (filters, width)
         self.dtype = dtypes.compute_dtype(X.dtype)
         self.device = X.device

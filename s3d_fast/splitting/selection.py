@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,20 +120,37 @@ def _candidates(
     spectra: Mapping[str, Spectrum], graph: Graph, copies: tuple[int, ...], c: float, threshold: float
 ) -> _Candidates:
     names = [name for name in graph.units if name in spectra]
+    sizes = [len(spectra[name].lambda_min) for name in names]
+    unit = np.repeat(np.arange(len(names)), sizes)
+    neuron = np.concatenate([np.arange(size) for size in sizes]) if names else np.zeros(0, np.int64)
+    best = np.zeros(len(unit))
     columns: list[list[np.ndarray]] = []
-    for index, name in enumerate(names):
-        spectrum = spectra[name]
-        best = np.zeros(len(spectrum))
-        for m in copies:
-            gain = split_gain(spectrum.lambda_min, spectrum.lambda_max, m, c).double().cpu().numpy()
-            # More copies that gain nothing more are never worth their price.
-            useful = np.flatnonzero((gain < -threshold) & (gain < best))
-            best = np.minimum(best, gain)
-            columns.append([np.full(len(useful), index), useful, np.full(len(useful), m), gain[useful]])
-    if not columns:
-        columns = [[np.zeros(0, np.int64)] * 3 + [np.zeros(0)]]
-    unit, neuron, m_column, gain_column = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    return _Candidates(names, unit, neuron, m_column, gain_column)
+    for m in copies:
+        gain = _gains([spectra[name] for name in names], m, c)
+        # More copies that gain nothing more are never worth their price.
+        useful = np.flatnonzero((gain < -threshold) & (gain < best))
+        best = np.minimum(best, gain)
+        columns.append([unit[useful], neuron[useful], np.full(len(useful), m), gain[useful]])
+    found = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
+    # By unit, then by copies, then by neuron: ties keep this order.
+    order = np.lexsort((found[1], found[2], found[0]))
+    return _Candidates(names, *(column[order] for column in found))
+
+
+def _gains(spectra: Sequence[Spectrum], m: int, c: float) -> np.ndarray:
+    """Return the gains of all filters of some spectra, one after the other, each computed in its own precision."""
+    by_kind: dict[object, list[int]] = {}
+    for place, spectrum in enumerate(spectra):
+        by_kind.setdefault((spectrum.lambda_min.dtype, spectrum.lambda_min.device), []).append(place)
+    found: dict[int, np.ndarray] = {}
+    for places in by_kind.values():
+        low, high = (
+            torch.cat([getattr(spectra[place], end) for place in places]) for end in ("lambda_min", "lambda_max")
+        )
+        gains = split_gain(low, high, m, c).double().cpu()
+        sizes = [len(spectra[place].lambda_min) for place in places]
+        found.update(zip(places, (part.numpy() for part in gains.split(sizes)), strict=True))
+    return np.concatenate([found[place] for place in range(len(spectra))]) if spectra else np.zeros(0)
 
 
 def _limit(spectra: Mapping[str, Spectrum], top_k: int | None, fraction: float | None) -> int | None:
@@ -145,7 +162,7 @@ def _limit(spectra: Mapping[str, Spectrum], top_k: int | None, fraction: float |
     require.number("fraction", fraction)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must lie in (0, 1], got {fraction!r}")
-    return max(1, round(fraction * sum(len(spectrum) for spectrum in spectra.values())))
+    return max(1, round(fraction * sum(len(spectrum.lambda_min) for spectrum in spectra.values())))
 
 
 def _caps(caps: int | Mapping[str, int] | None, graph: Graph) -> dict[str, float]:
