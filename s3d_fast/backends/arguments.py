@@ -1,4 +1,4 @@
-"""Demands on the arguments of the operations: made once, by the public calls or when an operator is built."""
+"""Argument checks of the operations: made once, by the public calls or when an operator is built."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from s3d_fast.maths.reference import ConvGeometry
 
 
 def require_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:
-    """Raise unless X (N, D) and C (N, M) are rows and coefficients that go together."""
+    """Raise unless X (N, D) and C (N, M) are rows and coefficients of one dtype on one device."""
     tensors = isinstance(X, Tensor) and isinstance(C, Tensor)
-    # The usual case in one look.
+    # One condition covers the usual case.
     if not (tensors and X.dim() == C.dim() == 2 and len(X) == len(C) and _agree(X, C)):
         _require_pair(X, C, ("N", "D"))
         require.shape("C", C, (len(X), "M"))
@@ -31,7 +31,7 @@ def require_conv(
     dilation: Sequence[int],
     check_finite: bool = True,
 ) -> ConvGeometry:
-    """Return the geometry; raise unless X and C are input and coefficients of such a convolution."""
+    """Return the geometry of a convolution; raise unless X can be its input and C its coefficients."""
     _require_pair(X, C, ("B", "I", "H", "W"))
     geometry = ConvGeometry(
         require.pair("kernel_size", kernel_size, 1),
@@ -69,22 +69,22 @@ def require_edgeconv(X: Tensor, winner: Tensor, C: Tensor, check_finite: bool = 
 
 
 def require_incoming(incoming: Incoming, winner: Tensor, check_values: bool) -> None:
-    """Raise unless `incoming` has the sizes of `incoming_edges(winner)`, and its winners where values are checked."""
+    """Raise unless `incoming` has the shapes of `incoming_edges(winner)`; `check_values` compares the winners too."""
     clouds, points, filters = winner.shape
     shapes = ((clouds, points, filters), (clouds, points, filters), (clouds, points + 1, filters))
     for tensor, shape in zip(incoming, shapes, strict=True):
         if tuple(tensor.shape) != shape or tensor.device != winner.device or not tensor.is_contiguous():
             raise ValueError(
-                f"incoming must be incoming_edges(winner), got a tensor of shape {tuple(tensor.shape)} in it"
+                f"incoming must be incoming_edges(winner), got one with a tensor of shape {tuple(tensor.shape)}"
             )
     if check_values and not torch.equal(incoming.winner, winner.to(torch.int32)):
-        raise ValueError("incoming must be incoming_edges(winner), got that of another winner")
+        raise ValueError("incoming must be incoming_edges(winner), got the edges of another winner")
 
 
 def require_vectors(V: Tensor, filters: int, width: int, X: Tensor) -> None:
-    """Raise unless V holds one vector for each filter, (M, D), or K of them, (K, M, D), that go with rows X."""
+    """Raise unless V, for rows X, holds one vector per filter, (M, D), or K vectors per filter, (K, M, D)."""
     dtype = dtypes.compute_dtype(X.dtype)
-    # The usual case in one look: products are many.
+    # One condition covers the usual case: this runs at every product.
     fits = isinstance(V, Tensor) and V.dim() in (2, 3) and V.shape[-2:] == (filters, width)
     if fits and V.dtype == dtype and V.device == X.device:
         return

@@ -1,4 +1,4 @@
-"""Which backend does the work: the one asked for by name, or the fastest that can; and why the others cannot."""
+"""The choice of a backend: the one requested by name, or the fastest available; and why others cannot be used."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ NAMES = ("auto", "reference", "cpu", "triton")
 
 HOW_TO_INSTALL = "pip install triton"
 HOW_TO_INTERPRET = "set TRITON_INTERPRET=1 in the environment before Python starts, for tests"
-# The oldest NVIDIA GPUs that Triton compiles for.
+# The lowest compute capability that Triton supports on NVIDIA GPUs.
 LEAST_CAPABILITY = (8, 0)
 
 
 def choose(name: str, *tensors: Tensor | None) -> Backend:
-    """Return the backend that works on these tensors: "auto" is the fastest one that can.
+    """Return the backend for these tensors: the named one, or with "auto" the fastest that supports them.
 
     Raises:
         ValueError: the name is not one of NAMES.
-        RuntimeError: the backend was asked for by name and is not there, or cannot work on these tensors. There is no
-            silent fallback.
+        RuntimeError: the backend was requested by name and is not available, or does not support these tensors. There
+            is no silent fallback.
     """
     if name not in NAMES:
         require.choice("backend", name, NAMES)
@@ -38,7 +38,7 @@ def choose(name: str, *tensors: Tensor | None) -> Backend:
         return REFERENCE
     given = [tensor for tensor in tensors if tensor is not None]
     if name == "auto":
-        # The interpreter is for tests: what runs on a CPU goes to the C++ extension whether or not it is on.
+        # Triton's interpreter is for tests: CPU tensors go to the C++ extension even if the interpreter is on.
         fastest = "triton" if any(tensor.is_cuda for tensor in given) else "cpu"
         return REFERENCE if why_not(fastest, given) else _load(fastest)
     reason = why_not(name, given)
@@ -48,7 +48,7 @@ def choose(name: str, *tensors: Tensor | None) -> Backend:
 
 
 def why_not(name: str, tensors: Sequence[Tensor] = ()) -> str:
-    """Return why "cpu" or "triton" cannot work on these tensors; empty if it can."""
+    """Return why "cpu" or "triton" cannot be used on these tensors; empty if it can."""
     reason = _why_not_cpu(tensors) if name == "cpu" else _why_not_triton(tensors)
     if not reason and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         reason = "its operations cannot be differentiated, and a tensor requires a gradient; use backend='reference'"
@@ -56,12 +56,12 @@ def why_not(name: str, tensors: Sequence[Tensor] = ()) -> str:
 
 
 def unusable(name: str, reason: str) -> RuntimeError:
-    """Return the error that says why a backend that was asked for by name cannot be used."""
+    """Return the error for a backend that was requested by name and cannot be used."""
     return RuntimeError(f"backend {name!r} cannot be used: {reason}")
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton's kernels are interpreted on the CPU; this is settled when they are first used."""
+    """Return whether Triton's kernels are interpreted on the CPU; their first use fixes this."""
     device = sys.modules.get("s3d_fast.kernels.device")
     if device is not None:
         return device.INTERPRETED
@@ -96,18 +96,18 @@ def _why_not_triton(tensors: Sequence[Tensor]) -> str:
             return _wrong_device(device, wanted)
     if wanted == "cuda":
         if not torch.cuda.is_available():
-            return f"PyTorch sees no GPU, and on a CPU the kernels are interpreted only: {HOW_TO_INTERPRET}"
+            return f"PyTorch finds no GPU, and on a CPU the kernels are interpreted only: {HOW_TO_INTERPRET}"
         if torch.version.hip is None:
             for device in devices:
                 capability = torch.cuda.get_device_capability(device)
                 if capability < LEAST_CAPABILITY:
-                    return f"{device} has compute capability {capability}, and Triton needs {LEAST_CAPABILITY}"
+                    return f"{device} has compute capability {capability}, but Triton needs at least {LEAST_CAPABILITY}"
     return ""
 
 
 def _wrong_device(device: torch.device, wanted: str) -> str:
     if wanted == "cpu":
-        return f"a tensor is on {device}, and TRITON_INTERPRET is set: the interpreter works on CPU tensors only"
+        return f"a tensor is on {device}, but TRITON_INTERPRET is set: the interpreter supports CPU tensors only"
     if device.type == "cpu":
         return f"a tensor is on the CPU, where the kernels are interpreted only: {HOW_TO_INTERPRET}"
     return f"a tensor is on {device}"

@@ -1,4 +1,4 @@
-"""The CPU backend: the operators of the C++ extension. No other module says `torch.ops`."""
+"""The CPU backend: the operators of the C++ extension. No other module uses `torch.ops`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
 from s3d_fast.maths.reference import ConvGeometry, Widening
 
-# The formulas of act'' that the extension knows, in the order of its enumeration `Curvature`.
+# The formulas of act'' in the extension, in the order of its enumeration `Curvature`.
 FORMULAS = ("none", "silu", "gelu", "gelu_tanh", "softplus", "tanh", "sigmoid", "elu", "hardswish", "gaussian")
 
 
@@ -25,7 +25,7 @@ class CpuBackend(Backend):
     uses_symmetry = True
 
     def why_not_dtype(self, dtype: torch.dtype) -> str:
-        return "" if dtype in COMPUTE_DTYPES else f"it does not compute in {dtype}"
+        return "" if dtype in COMPUTE_DTYPES else f"it does not support {dtype}"
 
     def why_not_activation(self, activation: Activation) -> str:
         return "" if activation.formula is not None else f"it has no formula for {activation.name!r}"
@@ -36,7 +36,7 @@ class CpuBackend(Backend):
     def splitting_matvec_grouped(
         self, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
     ) -> list[Tensor]:
-        # The dispatcher finds an operator by its tensors.
+        # Without tensors, the dispatcher cannot choose an operator.
         return torch.ops.s3d_fast.splitting_matvec_grouped(X, C, V, bias) if X else []
 
     def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
@@ -61,7 +61,7 @@ class CpuBackend(Backend):
     ) -> Tensor:
         last = g.dim() - 1
         if axis != last and not g.is_contiguous():
-            # Channels that are innermost in memory are a last dimension; anything else would have to be copied.
+            # Channels that are innermost in memory become the last dimension, without a copy.
             g_last, z_last = g.movedim(axis, -1), z.movedim(axis, -1)
             if g_last.is_contiguous() and z_last.is_contiguous():
                 C = self.curvature_coefficients(g_last, z_last, activation, scale, last, inplace)

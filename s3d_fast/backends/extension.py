@@ -1,4 +1,4 @@
-"""The compiled extension `s3d_fast._C`: whether it is there, and why not."""
+"""The compiled extension `s3d_fast._C`, or the reason why it is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _load() -> tuple[ModuleType | None, str]:
             raise
         return None, "the C++ extension s3d_fast._C was not built"
     except ImportError as error:
-        # Built for another version of torch or Python: say so where it is asked for, and leave the rest usable.
+        # Built for another version of torch or Python: report it when the extension is requested. The rest still works.
         return None, f"the C++ extension s3d_fast._C does not load: {error}"
 
 

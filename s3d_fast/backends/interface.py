@@ -1,8 +1,8 @@
 """The operations that every backend provides.
 
-Their arguments were checked where they came in, by `operations` or when an operator was built: no backend checks them
-again, except where the check is what keeps it from touching memory that is not its own. Shapes: N rows, D parameters
-per filter, M filters, K vectors per filter.
+Arguments are checked before they get here: by `operations`, or when an operator is built. A backend checks them again
+only where a bad value would make it access memory out of bounds. Shapes: N rows, D parameters per filter, M filters, K
+vectors per filter.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Backend(ABC):
     """One way to carry out the operations; `maths.reference` defines each of them."""
 
     name: str
-    # Whether `splitting_matrices` computes one triangle only: forming S then costs D / 4 products instead of D / 2.
+    # Whether `splitting_matrices` computes only one triangle: forming S then costs D / 4 products instead of D / 2.
     uses_symmetry: bool = False
-    # Whether `edgeconv_matvec` works with `incoming`, which is worth making once for many products.
+    # Whether `edgeconv_matvec` needs `incoming`, which callers should then make once for many products.
     uses_incoming: bool = False
 
     @abstractmethod
     def why_not_dtype(self, dtype: torch.dtype) -> str:
-        """Return why tensors of this dtype cannot be computed with; empty if they can. Rows may be 16-bit always."""
+        """Return why the backend cannot compute in this dtype; empty if it can. Rows may always be 16-bit."""
 
     @abstractmethod
     def why_not_activation(self, activation: Activation) -> str:
@@ -61,7 +61,7 @@ class Backend(ABC):
     def edgeconv_matvec(
         self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
     ) -> Tensor:
-        """Return S_j v_j for all filters of an EdgeConv layer; `incoming` is that of `winner`, where it is known."""
+        """Return S_j v_j for all filters of an EdgeConv layer; `incoming` is `incoming_edges(winner)`, if known."""
 
     @abstractmethod
     def curvature_coefficients(
@@ -71,7 +71,7 @@ class Backend(ABC):
 
     @abstractmethod
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
-        """Return every tensor after it was widened.
+        """Return every tensor after its widening.
 
         Raises:
             IndexError, RuntimeError: an index is out of range.

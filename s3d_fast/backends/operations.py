@@ -36,16 +36,16 @@ def splitting_matvec(
     S_j = sum_n C[n, j] x_n x_n^T is the splitting matrix of filter j; it is never formed.
 
     Args:
-        X: the rows that every filter of the layer sees; float32, float64, or bfloat16/float16 (computed in float32).
+        X: the rows, which all filters of the layer share; float32, float64, or bfloat16/float16 (computed in float32).
         C: the curvature coefficients, in the dtype of X.
         V: one vector per filter, or K of them; in the dtype of the computation.
         bias: every row is [X[n], 1], and the last entry of each vector belongs to the bias.
         backend: "auto", "reference", "cpu" or "triton".
-        check_finite: look for NaN and Inf in X and C, which costs a pass over both.
+        check_finite: check X and C for NaN and Inf, which costs a pass over both.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not match, or X or C is not finite.
-        RuntimeError: the backend asked for is not there.
+        RuntimeError: the requested backend is not available.
     """
     require_rows(X, C, check_finite)
     require_vectors(V, C.shape[1], X.shape[1] + bias, X)
@@ -63,12 +63,12 @@ def splitting_matvec_grouped(
 ) -> list[Tensor]:  # each like its V
     """Return S_j v_j for all filters of a list of layers, of any sizes, in one call.
 
-    The same as a loop of `splitting_matvec`, but the work of all layers is shared out over the threads at once, or is
-    one launch on a GPU.
+    The results are those of a loop over `splitting_matvec`. On a CPU the threads share the work of all layers at once;
+    a GPU needs one launch.
 
     Args:
         X, C, V: one entry per layer, as for `splitting_matvec`; all on one device.
-        bias: one entry per layer; none has a bias by default.
+        bias: one entry per layer; by default no layer has a bias.
         backend, check_finite: as for `splitting_matvec`.
 
     Raises: as `splitting_matvec`.
@@ -94,7 +94,7 @@ def splitting_matrices(
 ) -> Tensor:  # (M, D, D), or (M, D + 1, D + 1) with bias
     """Return the dense splitting matrices S_j = X^T diag(C[:, j]) X, for small D.
 
-    On a GPU these are PyTorch's own matrix products.
+    On a GPU, PyTorch's own matrix products form them.
 
     Raises: as `splitting_matvec`.
     """
@@ -112,9 +112,11 @@ def add_splitting_matrices(
     backend: str = "auto",
     check_finite: bool = True,
 ) -> Tensor:  # S
-    """Add `weight` times the splitting matrices of some rows to S: many batches, one after the other.
+    """Add `weight` times the splitting matrices of (X, C) to S, and return S.
 
-    Raises: as `splitting_matvec`; S has not been changed then.
+    Call it batch by batch to sum over many batches.
+
+    Raises: as `splitting_matvec`; S is then unchanged.
     """
     require_rows(X, C, check_finite)
     require.tensor("S", S)
@@ -141,7 +143,7 @@ def conv_matvec(
 ) -> Tensor:  # like V
     """Return S_j v_j for every filter of a 2-d convolution, without forming its patches.
 
-    On every backend this is PyTorch's own convolution and its own weight gradient.
+    Every backend uses PyTorch's own convolution and weight gradient.
 
     Raises: as `splitting_matvec`.
     """
@@ -169,9 +171,9 @@ def edgeconv_matvec(
         winner: for each point and filter, the index of the neighbour whose edge won the maximum.
         C: the curvature coefficients of the winning edges.
         V, bias, backend: as for `splitting_matvec`.
-        check_finite: look for NaN and Inf in X and C, and for indices out of range in winner.
-        incoming: `incoming_edges(winner)`, for many products with one layer. The Triton kernels work with it, and make
-            it at every call where it is not given.
+        check_finite: check X and C for NaN and Inf, and winner for indices out of range.
+        incoming: `incoming_edges(winner)`. The Triton kernels need it; they compute it at every call unless it is
+            given.
 
     Raises: as `splitting_matvec`.
     """
@@ -199,9 +201,9 @@ def curvature_coefficients(
         z: the activation's input.
         activation: from `s3d_fast.activation`.
         scale: s = gamma / sqrt(var + eps) where a BatchNorm stands between the filter and the activation.
-        axis: the dimension of g and z that scale belongs to.
+        axis: the dimension of g and z that holds the channels.
         inplace: write the result over g, and return g.
-        backend: as for `splitting_matvec`; "auto" takes the reference for an activation of your own.
+        backend: as for `splitting_matvec`; "auto" uses the reference for an activation of your own.
 
     Raises: as `splitting_matvec`.
     """
@@ -229,7 +231,7 @@ def unchecked_curvature(
     inplace: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Return `curvature_coefficients` of arguments that are known to be right."""
+    """Return `curvature_coefficients` without checking the arguments."""
     chosen = choose(backend, g, z, scale)
     why_not = chosen.why_not_dtype(g.dtype) or chosen.why_not_activation(activation)
     if why_not:
@@ -240,7 +242,10 @@ def unchecked_curvature(
 def grow_weights(widenings: Sequence[Widening], *, backend: str = "auto") -> list[Tensor]:
     """Return the weights of layers, and their optimizer state, after splits: `reference.grow_weight` for each.
 
-    All of them are one call where the backend has one; indices out of range raise an IndexError or a RuntimeError.
+    All tensors of one backend take one call.
+
+    Raises:
+        IndexError, RuntimeError: an index is out of range.
     """
     by_kind: dict[object, list[int]] = {}
     for place, widening in enumerate(widenings):
@@ -258,7 +263,7 @@ def grow_weights(widenings: Sequence[Widening], *, backend: str = "auto") -> lis
 
 
 def _instead_of(chosen: Backend, why_not: str, asked: str) -> Backend:
-    """Return the reference where "auto" chose a backend that lacks something; raise if it was asked for by name."""
+    """Return the reference if "auto" chose a backend that lacks something; raise if it was requested by name."""
     if asked != "auto":
         raise unusable(chosen.name, f"{why_not}; use backend='reference'")
     return REFERENCE

@@ -1,4 +1,4 @@
-"""The Triton backend. Importing this module imports Triton, so that `choice` does it at the first use only."""
+"""The Triton backend. Importing this module imports Triton, so `choice` imports it only at the first use."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _require_indices(widenings: Sequence[Widening]) -> None:
         for name, (index, low, high) in ranges.items():
             names.append(f"{name} must lie in [{low}, {high})")
             outside.append(((index < low) | (index >= high)).any())
-    # One transfer for all of them.
+    # One transfer from the device for all checks.
     for name, is_outside in zip(names, torch.stack(outside).tolist() if outside else [], strict=True):
         if is_outside:
             raise IndexError(name)

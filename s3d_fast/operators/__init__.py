@@ -1,4 +1,4 @@
-"""What a solver sees: operators with a shape and products, one file for each form; and what their products cost."""
+"""Splitting operators: the shapes and products that solvers need, one file for each form; and their cost model."""
 
 from s3d_fast.operators.conv import ConvOperator
 from s3d_fast.operators.dense import DenseOperator

@@ -43,5 +43,5 @@ class ConvOperator(SplittingOperator):
         return restricted(self, filters, C=1)
 
     def common_part(self) -> Tensor:
-        """Return what the patches have in common, (D,), as if there were no borders."""
+        """Return the mean of the patches in units of their root mean square length, (D,); borders are ignored."""
         return mean_of_rows(self.X.movedim(1, -1), self.bias, repeats=self._taps)

@@ -1,4 +1,4 @@
-"""Splitting matrices that were formed."""
+"""Splitting matrices that are already formed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from s3d_fast.operators.operator import SplittingOperator
 
 
 class DenseOperator(SplittingOperator):
-    """Splitting matrices that were formed; `rows` is 0, since nothing is left to be added up."""
+    """Splitting matrices that are already formed; `rows` is 0, since no rows are left to add up."""
 
     def __init__(self, matrices: Tensor) -> None:  # (M, D, D)
         require.tensor("matrices", matrices)

@@ -33,7 +33,7 @@ class EdgeConvOperator(SplittingOperator):
         require_vectors(V, *self.shape, self.X)
         chosen = choose(backend, self.X, self.C, V)
         if self._incoming is None and chosen.uses_incoming:
-            # Sorted once: the winners stay the same from product to product.
+            # Sort once: all products have the same winners.
             self._incoming = incoming_edges(self.winner)
         return chosen.edgeconv_matvec(self.X, self.winner, self.C, V, self.bias, self._incoming)
 
@@ -43,11 +43,14 @@ class EdgeConvOperator(SplittingOperator):
         return rest
 
     def common_part(self) -> Tensor:
-        """Return what edges from points to themselves have in common, (D,): those that win differ between filters."""
+        """Return the common part of the edges from points to themselves, (D,).
+
+        The winning edges would be exact, but they differ between filters.
+        """
         points = mean_of_rows(self.X, self.bias)
         return torch.cat([points.new_zeros(self.X.shape[-1]), points])
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the operator keeps in memory."""
+        """The bytes that the operator holds in memory."""
         return super().nbytes + sum(tensor.nbytes for tensor in self._incoming or ())

@@ -1,4 +1,4 @@
-"""Linear layers and 1 x 1 convolutions: every filter sees the same rows."""
+"""Linear layers and 1 x 1 convolutions: all filters share the same rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators on rows share: the restriction to some filters, and what their rows have in common."""
+"""Helpers for operators on rows: the restriction to some filters, and the common part of the rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Operator = TypeVar("Operator", bound=SplittingOperator)
 
 
 def restricted(operator: Operator, filters: Tensor, **axes: int) -> Operator:
-    """Return the operator of some filters; `axes` names its tensors and the axis along which each has filters.
+    """Return the operator restricted to some filters; `axes` maps the names of its tensors to their filter axis.
 
-    What was checked when the operator was built holds for its parts.
+    Nothing is checked: the checks made when the operator was built hold for its parts too.
     """
     rest = copy.copy(operator)
     for name, axis in axes.items():
         tensor = getattr(operator, name)
         wrapped = torch.where(filters < 0, filters + tensor.shape[axis], filters)
-        # The same as indexing, and faster.
+        # Same as indexing, but faster.
         setattr(rest, name, tensor.index_select(axis, wrapped))
     rest.shape = (len(filters), operator.shape[1])
     return rest
@@ -33,7 +33,7 @@ def restricted(operator: Operator, filters: Tensor, **axes: int) -> Operator:
 def mean_of_rows(X: Tensor, bias: bool, repeats: int = 1) -> Tensor:
     """Return the mean of the rows in units of their root mean square length: see `SplittingOperator.common_part`.
 
-    Rows are the last dimension of X with every entry repeated `repeats` times, and a 1 for the bias.
+    A row is the last dimension of X, with every entry repeated `repeats` times, and a 1 for the bias.
     """
     dims, dtype = tuple(range(X.dim() - 1)), dtypes.compute_dtype(X.dtype)
     rows = X.numel() // X.shape[-1]

@@ -1,4 +1,4 @@
-"""Operators whose data are not kept in memory: every product reads them from a scratch file, or computes them again."""
+"""Operators whose data are not in memory: every product reads them from a scratch file, or computes them again."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch import Tensor
 from s3d_fast.operators.operator import Provider, SplittingOperator
 from s3d_fast.operators.together import matvec_all
 
-# Tensors in the file begin at multiples of this, as vector instructions like it.
+# Tensors in the file begin at multiples of this, so that vector loads are aligned.
 ALIGNMENT = 64
-# What a tensor is stored as; indices of points never need 64 bits.
+# The dtype in the file, where it differs; indices of points never need 64 bits.
 STORED = {torch.int64: torch.int32}
 
 UnitOperators = list[tuple[str, SplittingOperator]]  # operators of some units on one batch each
 
 
 def shell(operator: SplittingOperator) -> SplittingOperator:
-    """Return an operator without its tensors: what is left is its shape, and how to use them."""
+    """Return an operator without its tensors; its shape and settings remain."""
     empty = copy.copy(operator)
     for name, value in vars(operator).items():
         if isinstance(value, Tensor):
@@ -65,17 +65,17 @@ class StreamedOperator(SplittingOperator):
 
     @property
     def nbytes(self) -> int:
-        """Nothing: the stream holds what there is."""
+        """Zero: the stream holds the data."""
         return 0
 
 
 class Stream(Provider):
-    """The operators of several units on several batches of equal weight, which come by one part at a time.
+    """The operators of several units on several batches of equal weight, available one part at a time.
 
     Attributes:
-        batches: how many there are.
-        passes: how often all of them have come by.
-        seconds: that were spent waiting for them.
+        batches: the number of batches.
+        passes: the number of passes over all batches so far.
+        seconds: the time spent waiting for parts.
     """
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class Stream(Provider):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the stream holds on to."""
+        """The bytes that the stream holds in memory."""
         return 0
 
     @abstractmethod
     def parts(self, units: Collection[str]) -> Iterator[UnitOperators]:
-        """Yield the operators of these units on every batch. A part is valid until the next one is asked for."""
+        """Yield the operators of these units on every batch. A part is valid until the next one is requested."""
 
     def matvec_all(
         self, operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str
@@ -111,7 +111,7 @@ class Stream(Provider):
         return results
 
     def _terms(self, operators: Sequence[SplittingOperator]) -> Iterator[tuple[list[int], list[SplittingOperator]]]:
-        """Yield parts, each with the places of its operators among those given, restricted to their filters."""
+        """Yield for every part its operators, restricted to their filters, and their places in `operators`."""
         asked: dict[str, list[tuple[int, Tensor | None]]] = {}
         for place, operator in enumerate(operators):
             assert isinstance(operator, StreamedOperator)
@@ -132,7 +132,7 @@ class Stream(Provider):
 
 
 class RecomputedStream(Stream):
-    """Every pass captures all batches again: a forward and a backward pass of each."""
+    """Every pass captures all batches again, with a forward and a backward pass per batch."""
 
     def __init__(self, recapture: Callable[[Collection[str]], Iterator[UnitOperators]], batches: int) -> None:
         super().__init__()
@@ -154,14 +154,14 @@ class _Record:
 
 
 class DiskStream(Stream):
-    """Operators in a scratch file that is mapped into memory, and read ahead while the part before is worked on.
+    """Operators in a scratch file that is mapped into memory. A thread reads the next part while one is in use.
 
-    The file has no name, so that it vanishes with the process, however that ends. Its pages count as memory of the
-    process only from when a thread has read them ahead until the next part is asked for: those of two parts at a time.
+    The file has no name, so it vanishes with the process, however that ends. At most two parts are in memory at a time:
+    the pages of a part are released when the next part is requested.
 
     Args:
-        folder: where the file is.
-        part_bytes: the size of a part. An operator that is larger gets a part of its own.
+        folder: the folder of the file.
+        part_bytes: the size of a part. A larger operator gets a part of its own.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, part_bytes: int) -> None:
@@ -174,11 +174,11 @@ class DiskStream(Stream):
 
     @property
     def nbytes(self) -> int:
-        """The memory of two parts, as large as they have been."""
+        """The bytes of two parts of the largest size so far."""
         return 2 * self.largest
 
     def append(self, unit: str, operator: SplittingOperator) -> None:
-        """Write an operator to the file; those of one batch follow one another.
+        """Write the operator of a unit on one batch to the end of the file.
 
         Raises:
             OSError: the disk is full.
@@ -189,7 +189,7 @@ class DiskStream(Stream):
                 stored = value.to("cpu", STORED.get(value.dtype, value.dtype)).contiguous()
                 tensors.append((name, self.size - offset, tuple(value.shape), value.dtype))
                 self._write(stored.flatten().view(torch.uint8))
-        # The file ends where the next tensor may begin.
+        # Pad the file to the alignment: the mapping covers all of `size`.
         os.ftruncate(self.file.fileno(), self.size)
         self.device = operator.device
         self.records.append(_Record(unit, shell(operator), offset, self.size - offset, tensors))
@@ -235,7 +235,7 @@ class DiskStream(Stream):
         return chunks
 
     def _read(self, chunk: Sequence[_Record], data: Tensor) -> list[SplittingOperator]:
-        """Return the operators of a chunk, with tensors as they are stored, once their pages are in memory."""
+        """Load the pages of a chunk into memory; return its operators with their tensors as stored."""
         operators = []
         for record in chunk:
             operator = copy.copy(record.shell)
@@ -246,7 +246,7 @@ class DiskStream(Stream):
                 if self.device.type == "cuda":
                     own = own.pin_memory()
                 else:
-                    # Touching a page brings it in.
+                    # Touching a page loads it.
                     own[:: mmap.PAGESIZE].sum()
                 setattr(operator, name, own.view(stored).view(shape))
             operators.append(operator)

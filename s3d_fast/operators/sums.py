@@ -34,7 +34,7 @@ class SumOperator(SplittingOperator):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the terms hold on to."""
+        """The bytes that the terms hold in memory."""
         return sum(term.nbytes for term in self.terms)
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
@@ -56,12 +56,12 @@ class SumOperator(SplittingOperator):
         return found
 
     def common_part(self) -> Tensor | None:
-        """Return the average of what the rows of each term have in common, (D,), by the sizes of the weights."""
+        """Return the average common part of the terms, (D,), weighted by |weight|; None if a term has none."""
         parts = [term.common_part() for term in self.terms]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
-        # Rows that are subtracted have a direction all the same.
+        # The sign does not matter: subtracted rows have a direction too.
         sizes = [abs(weight) for weight in self.weights]
         total = sum(sizes) or 1.0
         return torch.stack([part * (size / total) for part, size in zip(known, sizes, strict=True)]).sum(0)

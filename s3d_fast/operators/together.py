@@ -16,7 +16,7 @@ def matvec_all(
 ) -> list[Tensor]:
     """Return the product of every operator with its own vectors: one step of a solver for all layers.
 
-    All operators on plain rows go through one grouped call; operators of one provider are asked for together.
+    All operators on plain rows take one grouped call, and all operators of a provider take one call of it.
     """
     results: list[Tensor | None] = [None] * len(operators)
     for provider, own in _by_provider(operators).items():
@@ -27,7 +27,7 @@ def matvec_all(
     for index, (operator, V) in enumerate(zip(operators, vectors, strict=True)):
         if operator.provider is not None:
             continue
-        # Most operators are plain rows, and steps are many.
+        # A shortcut for the usual case: this runs at every step.
         terms = [(operator, 1.0)] if isinstance(operator, PointwiseOperator) else operator.row_terms()
         if terms is None:
             results[index] = operator.matvec(V, backend)
@@ -47,7 +47,7 @@ def matvec_all(
 
 
 def dense_all(operators: Sequence[SplittingOperator], backend: str = "auto") -> Iterator[Tensor]:
-    """Yield the matrices of every operator in turn; operators of one provider are asked for together."""
+    """Yield the matrices of every operator in turn; all operators of a provider take one call of it."""
     found: dict[int, Tensor] = {}
     for provider, own in _by_provider(operators).items():
         found.update(zip(own, provider.dense_all([operators[i] for i in own], backend), strict=True))
@@ -56,7 +56,7 @@ def dense_all(operators: Sequence[SplittingOperator], backend: str = "auto") -> 
 
 
 def _by_provider(operators: Sequence[SplittingOperator]) -> dict[Provider, list[int]]:
-    """Return the places of the operators that have a provider, by provider."""
+    """Return, for every provider, the places of its operators."""
     places: dict[Provider, list[int]] = {}
     for index, operator in enumerate(operators):
         if operator.provider is not None:
