@@ -1,4 +1,4 @@
-"""The choice between forming S and Lanczos, layer by layer, by what each is expected to cost."""
+"""The choice between forming S and Lanczos for each layer, by expected cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from s3d_fast.solvers.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Auto(Solver):
-    """Forms S where that is cheaper, and runs Lanczos, for at most `max_iters` steps, elsewhere."""
+    """Forms S where that is expected to be cheaper; elsewhere it runs Lanczos for at most `max_iters` steps."""
 
     max_iters: int = Lanczos.max_iters
 

@@ -19,8 +19,8 @@ from s3d_fast.solvers.rayleigh import Rayleigh
 from s3d_fast.solvers.solver import Solver
 from s3d_fast.solvers.spectrum import Spectrum
 
-# Start vectors must not resemble the data, which is often random and often drawn after manual_seed(0): from a start in
-# the span of few rows a Krylov space would be exhausted before it has seen the rest of the spectrum.
+# Start vectors must not equal rows of the data, and random data are often drawn after manual_seed(0). A Krylov space
+# that starts in the span of few rows is exhausted too early and misses the rest of the spectrum.
 DEFAULT_SEED = 0x53D5EED
 SOLVERS: dict[str, type[Lanczos | Auto | Rayleigh | Exact]] = {
     "lanczos": Lanczos,
@@ -85,21 +85,21 @@ def extremal_eigenpairs(
     Args:
         operator: a SplittingOperator; or rows and coefficients (X, C); or a list or dict of operators, whose filters
             all advance together and whose result is a list or dict of spectra.
-        solver: "lanczos"; "exact", which forms S; "auto", the one of these two that is expected to be faster, layer by
-            layer; or "rayleigh", the paper's gradient descent and ascent. Or a solver object, such as
+        solver: "lanczos"; "exact", which forms S; "auto", which takes the faster of these two for each layer; or
+            "rayleigh", the paper's gradient descent and ascent. Or a solver object, such as
             `s3d_fast.solvers.Rayleigh(step=0.5)`.
         tol: a filter has converged when |S v - lambda v| <= tol * (its spectral radius) at both ends.
         max_iters: the largest number of steps; by default 128 for lanczos and auto, 1000 for rayleigh. "exact" takes no
             steps. `Spectrum.converged` marks the filters that converged in time.
         backend: "auto", "reference", "cpu" or "triton".
-        generator: draws the random part of the start vectors. Without one every call starts from the same vectors,
-            and the global random state is neither used nor changed.
-        progress: count the steps while they are taken.
-        options: options of the solver's own. "rayleigh" has `step`, in units of 1 / (spectral radius); 0.9 by default.
+        generator: draws the random part of the start vectors. By default every call starts from the same vectors, and
+            the global random state is neither used nor changed.
+        progress: show a counter of the steps.
+        options: more options of the solver. "rayleigh" has `step`, in units of 1 / (spectral radius); 0.9 by default.
 
     Raises:
         ValueError, TypeError: bad arguments.
-        RuntimeError: the backend asked for is not there.
+        RuntimeError: the requested backend is not available.
     """
     solver = _solver(solver, max_iters, options)
     require.positive("tol", tol)
@@ -122,7 +122,7 @@ def _solver(solver: str | Solver, max_iters: int | None, options: Mapping[str, A
     given = dict(options) if max_iters is None else {"max_iters": max_iters, **options}
     if isinstance(solver, Solver):
         if given:
-            raise TypeError(f"a solver object holds its own options; got {', '.join(given)} besides it")
+            raise TypeError(f"a solver object holds its own options; got {', '.join(given)} as well")
         return solver
     require.choice("solver", solver, tuple(SOLVERS))
     if max_iters is not None:
@@ -132,7 +132,7 @@ def _solver(solver: str | Solver, max_iters: int | None, options: Mapping[str, A
     for name, value in options.items():
         owners = [kind for kind in SOLVERS.values() if name in {field.name for field in fields(kind)}]
         if SOLVERS[solver] not in owners:
-            # A bad value is the first thing to say, whichever solver the option belongs to.
+            # Report a bad value first, even if the option belongs to another solver.
             for owner in owners:
                 owner(**{name: value})
             raise TypeError(f"solver {solver!r} has no option {name!r}")

@@ -26,9 +26,9 @@ class Exact(Solver):
         backend: str,
         progress: bool = False,
     ) -> list[Spectrum]:
-        """Return the spectrum of every operator; it needs no start vectors.
+        """Return the spectrum of every operator; the start vectors are not used.
 
-        A filter counts as having had no matvecs: the residuals are those of S as it was formed.
+        `matvecs` is 0 for every filter: the residuals come from products with the formed S.
         """
         spectra = []
         for operator, matrices in zip(operators, dense_all(operators, backend), strict=True):

@@ -16,21 +16,22 @@ from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.solvers.solver import Solver, counted
 from s3d_fast.solvers.spectrum import Found, Spectrum, spectrum, unit_vectors
 
-# Convergence is looked at every so many steps: finding the Ritz values costs about as much as a step of a small layer,
-# and a GPU has to be waited for.
+# Steps between two checks of convergence: finding the Ritz values costs about as much as a step of a small layer, and
+# the host has to wait for a GPU.
 CHECK_EVERY = 2
-# Of a filter, N D: the work of a step beside which that of finding Ritz values is nothing on a CPU. With such steps,
-# the filters that may leave are looked for at every one.
+# N D of a filter from which a step is long: on a CPU, the work of finding Ritz values is then negligible, and filters
+# may leave after every step.
 LONG_STEP = 2**18
-# Filters leave together, when they are this share of their layer: copying the rest is then paid for by later steps.
+# Filters leave together, once they are this share of their layer: later steps then save more than copying the rest
+# costs.
 LEAVING_SHARE = 1 / 4
-# A filter leaves the work for good only when its residual is this much below the tolerance. A Ritz value can rest on
-# the second eigenvalue for a while, with a small residual, before it finds the first; filters that merely count as
-# converged stay on while others need the layer's steps anyway, which uncovers nearly all such cases for nothing.
+# A filter leaves for good only when its residual is below this times the tolerance. A Ritz value can rest on the second
+# eigenvalue for a while, with a small residual, before it finds the first. Filters that have only just converged stay
+# while others need the layer's steps anyway: this uncovers nearly all such cases at no cost.
 LEAVE_BELOW = 1e-2
-# How much of what rows have in common is in a start vector, beside a random unit vector.
+# The weight of the rows' common part in a start vector; the random unit vector has weight 1.
 COMMON = 4.0
-# What rounding adds to a residual, in units of the arithmetic's and of the spectral radius.
+# The rounding error of a residual, in units of the machine epsilon times the spectral radius.
 ROUNDING = 4
 
 
@@ -39,7 +40,7 @@ class Lanczos(Solver):
     """Lanczos with full reorthogonalization; one Krylov space per filter gives both ends.
 
     Attributes:
-        max_iters: the steps to take at most.
+        max_iters: the largest number of steps.
     """
 
     max_iters: int = 128
@@ -65,38 +66,40 @@ class Lanczos(Solver):
             _Spaces(operator, _started(operator, start)) for operator, start in zip(operators, starts, strict=True)
         ]
         by_kind: dict[tuple[torch.dtype, torch.device], list[_Spaces]] = {}
-        for layer in layers:
-            by_kind.setdefault((layer.q.dtype, layer.q.device), []).append(layer)
+        for spaces in layers:
+            by_kind.setdefault((spaces.q.dtype, spaces.q.device), []).append(spaces)
         groups = [_Lockstep(members, tol, choose(backend, members[0].q)) for members in by_kind.values()]
         always_look = _are_long(operators)
         for step in counted(self.max_iters, progress):
             groups = [group for group in groups if group.layers]
             if not groups:
                 break
-            at_work = [(group, layer) for group in groups for layer in group.layers if not layer.is_full]
-            products = matvec_all([layer.operator for _, layer in at_work], [layer.q for _, layer in at_work], backend)
-            for (group, layer), product in zip(at_work, products, strict=True):
-                group.extend(layer, product)
+            at_work = [(group, spaces) for group in groups for spaces in group.layers if not spaces.is_full]
+            operators_at_work, vectors = [spaces.operator for _, spaces in at_work], [spaces.q for _, spaces in at_work]
+            products = matvec_all(operators_at_work, vectors, backend)
+            for (group, spaces), product in zip(at_work, products, strict=True):
+                group.extend(spaces, product)
             last = step == self.max_iters
-            may_stop = last or step % CHECK_EVERY == 0 or all(layer.is_full for _, layer in at_work)
+            may_stop = last or step % CHECK_EVERY == 0 or all(spaces.is_full for _, spaces in at_work)
             if may_stop or always_look:
                 _check(groups, may_stop, last)
-        return [layer.spectrum(tol) for layer in layers]
+        return [spaces.spectrum(tol) for spaces in layers]
 
 
 def _started(operator: SplittingOperator, random: Tensor) -> Tensor:
-    """Return start vectors: random, but nearer to the extreme eigenvectors where rows have something in common.
+    """Return the start vectors: random unit vectors plus COMMON times the common part of the rows, normalized.
 
-    Behind a ReLU they have, and it is most of many eigenvectors. What is random sees to it that none is missed.
+    Rows behind a ReLU have much in common, and that is most of many extreme eigenvectors. The random part ensures that
+    no eigenvector is missed.
     """
     common = operator.common_part()
     return random if common is None else normalize(random + COMMON * common, dim=-1)
 
 
 def _are_long(operators: Sequence[SplittingOperator]) -> bool:
-    """Return whether the steps are so long that looking at all filters after each costs nothing.
+    """Return whether the steps are so long that checking all filters after each step costs nothing.
 
-    Operators that do not know their rows have much work per filter: patches or edges.
+    Operators without `rows`, on patches or edges, always have long steps and are not counted.
     """
     if any(operator.device.type != "cpu" for operator in operators):
         return False
@@ -109,9 +112,9 @@ def _are_long(operators: Sequence[SplittingOperator]) -> bool:
 
 
 def _check(groups: Sequence[_Lockstep], may_stop: bool, last: bool) -> None:
-    """Let filters go that are well past convergence, and stop layers that have converged if they may.
+    """Release filters that are well past convergence; with `may_stop`, also stop layers that have converged.
 
-    This is the only place where the host waits for the device: once, for all layers.
+    The host waits for the device only here: once, for all layers.
     """
     flags = [group.progress() for group in groups]
     converged, leaving = torch.cat([flag.to(flags[0].device) for flag in flags], -1).tolist()
@@ -125,8 +128,8 @@ def _check(groups: Sequence[_Lockstep], may_stop: bool, last: bool) -> None:
 class _Spaces:
     """The Krylov spaces of the filters of one operator.
 
-    The filters still at work are the rows `self.rows` of the operator that was given; `self.operator` is restricted to
-    them. Filters that have left have their Ritz vectors in `self.found`.
+    `self.rows` holds the indices of the filters that are still at work, in the operator that was given;
+    `self.operator` is restricted to them. `self.found` holds the Ritz vectors of the filters that have left.
     """
 
     def __init__(self, operator: SplittingOperator, start: Tensor) -> None:
@@ -136,8 +139,8 @@ class _Spaces:
         self.basis = start.new_empty(filters, min(16, width) + 1, width)  # (M, capacity, D)
         self.basis[:, 0] = start
         self.steps = 0
-        # The last basis vector of every space, zero where the space is exhausted. It stays where it is in memory, so
-        # that a backend which keeps addresses need not look them up at every step.
+        # The last basis vector of every space, zero where the space is exhausted. Its address stays the same, so a
+        # backend can keep its table of addresses from step to step.
         self.q = start.clone(memory_format=torch.contiguous_format)  # (M, D)
         counts = torch.zeros(2, filters, dtype=torch.int64, device=operator.device)
         self.found = Found(torch.empty_like(self.q), torch.empty_like(self.q), *counts)
@@ -148,11 +151,11 @@ class _Spaces:
 
     @property
     def is_full(self) -> bool:
-        """Whether the spaces have as many dimensions as there are: no step can add anything."""
+        """Whether the spaces have all D dimensions, so that no step can add anything."""
         return self.steps == self.basis.shape[2]
 
     def release(self, leaving: Sequence[int], ritz: Tensor, values: Tensor, errors: Tensor, iterations: Tensor) -> None:
-        """Store the Ritz vectors, given in the basis, values, errors and iterations of the filters that leave."""
+        """Store the results of the filters that leave; `ritz` holds coordinates in the basis."""
         index = _indices(leaving, self.rows.device)
         vectors = ritz[index, :, : self.steps].to(self.basis.dtype) @ self.basis[index, : self.steps]
         rows, iterations = self.rows[index], iterations[index]
@@ -162,10 +165,10 @@ class _Spaces:
         self.values[:, rows], self.residuals[:, rows] = (of[index].mT.to(self.values.dtype) for of in (values, errors))
 
     def spectrum(self, tol: float) -> Spectrum:
-        """Return what was found.
+        """Return the spectrum of all filters.
 
-        The Ritz vector v = Q s is a combination of vectors whose products are known, S Q = Q T + beta q e^T, so that
-        its own product needs no computing: |S v - theta v| = beta |s_k|, to which rounding adds.
+        A Ritz vector v = Q s combines basis vectors whose products are known: S Q = Q T + beta q e^T. Its residual
+        therefore needs no further product: |S v - theta v| = beta |s_k|, plus rounding.
         """
         rounding = ROUNDING * torch.finfo(self.values.dtype).eps * self.values.abs().amax(0)
         residuals = self.residuals + rounding
@@ -174,16 +177,16 @@ class _Spaces:
         )
 
     def keep(self, staying: Sequence[int]) -> None:
-        """Drop all other filters from the work."""
+        """Keep only the given filters at work."""
         index = _indices(staying, self.rows.device)
         self.operator = self.operator.restrict(index)
         self.rows, self.q, self.basis = self.rows[index], self.q[index], self.basis[index]
 
 
 class _Lockstep:
-    """The tridiagonal matrices T = Q^T S Q of all filters of some layers, one layer's rows after the other's.
+    """The tridiagonal matrices T = Q^T S Q of all filters of some layers, layer after layer.
 
-    They are in one place because what is done with them is little work for many layers.
+    All layers share these tensors because the work on them is small for each layer.
     """
 
     def __init__(self, layers: Sequence[_Spaces], tol: float, backend: Backend) -> None:
@@ -191,11 +194,11 @@ class _Lockstep:
         filters, q = sum(map(len, layers)), layers[0].q
         self.alpha = q.new_zeros(filters, 17)  # diagonal of T
         self.beta = torch.zeros_like(self.alpha)  # off-diagonal of T; the last one couples to the next vector
-        # The dimension of each filter's space: stops growing when the space is exhausted.
+        # The dimension of each filter's space; it stops growing when the space is exhausted.
         self.length = torch.zeros(filters, dtype=torch.int64, device=q.device)
         self.scale = q.new_zeros(filters)
         self.iterations = torch.zeros_like(self.length)
-        # Since the last check: in the basis (filters, 2, steps), and (filters, 2).
+        # From the last check: coordinates in the basis, (filters, 2, steps); values and errors, (filters, 2).
         self.ritz, self.values, self.errors = (
             q.new_empty(filters, 2, 0),
             q.new_empty(filters, 2),
@@ -204,27 +207,27 @@ class _Lockstep:
         self._place()
 
     def _place(self) -> None:
-        """Find the rows of every layer."""
+        """Assign every layer its slice of the filters."""
         self.own: dict[_Spaces, slice] = {}
         first = 0
-        for layer in self.layers:
-            self.own[layer] = slice(first, first + len(layer))
-            first += len(layer)
+        for spaces in self.layers:
+            self.own[spaces] = slice(first, first + len(spaces))
+            first += len(spaces)
 
-    def extend(self, layer: _Spaces, product: Tensor) -> None:
-        """Take S q of a layer, and make of it the next basis vector of every space."""
-        if layer.steps + 1 == layer.basis.shape[1]:
-            layer.basis = _enlarged(layer.basis, min(2 * layer.steps, layer.basis.shape[2]) + 1)
-        if layer.steps + 1 == self.alpha.shape[1]:
-            self.alpha, self.beta = (_enlarged(tensor, 2 * layer.steps + 1) for tensor in (self.alpha, self.beta))
-        own = self.own[layer]
+    def extend(self, spaces: _Spaces, product: Tensor) -> None:
+        """Turn the product S q of a layer into the next basis vector of every space."""
+        if spaces.steps + 1 == spaces.basis.shape[1]:
+            spaces.basis = _enlarged(spaces.basis, min(2 * spaces.steps, spaces.basis.shape[2]) + 1)
+        if spaces.steps + 1 == self.alpha.shape[1]:
+            self.alpha, self.beta = (_enlarged(tensor, 2 * spaces.steps + 1) for tensor in (self.alpha, self.beta))
+        own = self.own[spaces]
         state = (self.alpha[own], self.beta[own], self.length[own], self.scale[own])
-        self.backend.krylov_extend(layer.basis, product, *state, layer.steps, layer.q)
-        layer.steps += 1
+        self.backend.krylov_extend(spaces.basis, product, *state, spaces.steps, spaces.q)
+        spaces.steps += 1
 
     def progress(self) -> Tensor:  # (2, filters), bool
-        """Find the Ritz vectors; return which filters have converged, and which of them are well past it."""
-        steps = max(layer.steps for layer in self.layers)
+        """Find the Ritz vectors; return which filters have converged, and which of them may leave."""
+        steps = max(spaces.steps for spaces in self.layers)
         alpha, beta = self.alpha[:, :steps], self.beta[:, :steps]
         self.values, self.ritz = self.backend.tridiagonal_extremes(alpha, beta, self.length)
         radius = self.values.abs().amax(-1)
@@ -235,28 +238,28 @@ class _Lockstep:
         exhausted = coupling == 0
         converged = exhausted | (error <= self.tol * radius)
         leaving = exhausted | (error <= LEAVE_BELOW * self.tol * radius)
-        # Back to 0 if a filter that had converged found a better Ritz value and has not converged on it yet.
+        # Back to 0 if a converged filter finds a better Ritz value and has not converged to it yet.
         since = torch.where(self.iterations == 0, steps, self.iterations)
         self.iterations = torch.where(converged, since, 0)
         return torch.stack([converged, leaving])
 
     def settle(self, converged: Sequence[bool], leaving: Sequence[bool], may_stop: bool, last: bool) -> None:
-        """Act on what `progress` returned."""
+        """Release filters and stop layers; `converged` and `leaving` come from `progress`."""
         remaining: list[_Spaces] = []
         staying: list[int] = []
-        for layer, own in self.own.items():
+        for spaces, own in self.own.items():
             results = (self.ritz[own], self.values[own], self.errors[own], self.iterations[own])
             if last or all(leaving[own]) or (may_stop and all(converged[own])):
-                layer.release(range(len(layer)), *results)
-                # The basis is large, and not needed any more.
-                layer.basis = layer.basis.new_empty(0, 0, layer.basis.shape[2])
+                spaces.release(range(len(spaces)), *results)
+                # Free the basis: it is large and no longer needed.
+                spaces.basis = spaces.basis.new_empty(0, 0, spaces.basis.shape[2])
                 continue
             rows = list(range(own.start, own.stop))
-            if sum(leaving[own]) >= LEAVING_SHARE * len(layer):
-                layer.release([i - own.start for i in rows if leaving[i]], *results)
+            if sum(leaving[own]) >= LEAVING_SHARE * len(spaces):
+                spaces.release([i - own.start for i in rows if leaving[i]], *results)
                 rows = [i for i in rows if not leaving[i]]
-                layer.keep([i - own.start for i in rows])
-            remaining.append(layer)
+                spaces.keep([i - own.start for i in rows])
+            remaining.append(spaces)
             staying += rows
         self.layers = remaining
         if len(staying) < len(self.length):
@@ -273,7 +276,7 @@ def _indices(indices: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _enlarged(tensor: Tensor, capacity: int) -> Tensor:
-    """Return the tensor with room for more entries along its second dimension, which are zero."""
+    """Return the tensor with its second dimension padded by zeros to `capacity`."""
     larger = tensor.new_zeros(tensor.shape[0], capacity, *tensor.shape[2:])
     larger[:, : tensor.shape[1]] = tensor
     return larger

@@ -20,12 +20,12 @@ from s3d_fast.solvers.spectrum import Found, Spectrum, measure
 class Rayleigh(Solver):
     """The paper's descent: v <- v -+ eta (S v - R(v) v), from the same start for both ends.
 
-    eta = step / rho, where rho is the largest |S v| that the filter has shown so far: a lower bound of its spectral
-    radius that approaches it, from where on steps below 1 contract.
+    eta = step / rho, where rho is the largest |S v| of the filter so far. rho is a lower bound of the spectral radius
+    and approaches it; once it is close, steps below 1 contract.
 
     Attributes:
-        max_iters: the iterations to take at most; each costs two products.
-        step: in units of 1 / (spectral radius).
+        max_iters: the largest number of iterations; each costs two products.
+        step: the step size, in units of 1 / (spectral radius).
     """
 
     max_iters: int = 1000
@@ -43,7 +43,7 @@ class Rayleigh(Solver):
         backend: str,
         progress: bool = False,
     ) -> list[Spectrum]:
-        """Return the spectrum of every operator; filters that have converged wait for the last one of their layer."""
+        """Return the spectrum of every operator; a layer stops when its last filter has converged."""
         runs = [_Descent(operator, start) for operator, start in zip(operators, starts, strict=True)]
         for _ in counted(self.max_iters, progress):
             active = [run for run in runs if not run.finished]
@@ -70,7 +70,7 @@ class _Descent:
         self.finished = False
 
     def advance(self, SV: Tensor, tol: float, step: float) -> None:
-        """Take the products with the current vectors, and move the vectors of the filters that have not converged."""
+        """Move the vectors of the filters that have not converged; SV holds the products with the current vectors."""
         quotient = (self.V * SV).sum(-1, keepdim=True)
         gradient = SV - quotient * self.V
         self.radius = torch.maximum(self.radius, safe_norm(SV).unsqueeze(-1).amax(0))

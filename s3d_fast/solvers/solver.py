@@ -1,4 +1,4 @@
-"""What a solver is: an object that holds its own options and finds the extreme eigenpairs of operators."""
+"""The interface of solvers: objects that hold their own options and find the extreme eigenpairs of operators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Solver(ABC):
 
 
 def counted(max_iters: int, progress: bool) -> Iterator[int]:
-    """Yield the numbers of the steps from 1, and count them on the screen; how many there will be is open."""
+    """Yield the step numbers from 1 to `max_iters`; `progress` shows a counter of the steps."""
     with tqdm(desc="solve", unit="step", disable=not progress) as bar:
         for step in range(1, max_iters + 1):
             yield step

@@ -1,4 +1,4 @@
-"""The result of every solver, and the last step that all of them share."""
+"""The result of every solver, and the functions that compute it from eigenvectors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Spectrum:
     """The extreme eigenpairs of the splitting matrix of each of M filters.
 
     The eigenvalues are the Rayleigh quotients of the vectors, so v^T S v = lambda holds whether or not a filter has
-    converged. The residuals are those of products with the vectors, or with vectors that they are combinations of, and
-    what rounding may add: the interval lambda +- residual holds an eigenvalue of S.
+    converged. The residuals come from products with the vectors, or with basis vectors that they combine, and include
+    rounding errors. The interval lambda +- residual contains an eigenvalue of S.
     """
 
     lambda_min: Tensor  # (M,)
@@ -51,7 +51,7 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Found:
-    """What a solver has found for the filters of one operator, before it is measured."""
+    """The vectors that a solver found for the filters of one operator, before their residuals are computed."""
 
     v_min: Tensor  # (M, D)
     v_max: Tensor  # (M, D)
@@ -60,7 +60,7 @@ class Found:
 
 
 def measure(operators: Sequence[SplittingOperator], found: Sequence[Found], tol: float, backend: str) -> list[Spectrum]:
-    """Return the spectra that the vectors found stand for, by two more products with each operator."""
+    """Return the spectra that belong to the vectors found; costs two more products with each operator."""
     vectors = [unit_vectors(ends) for ends in found]
     products = matvec_all(operators, vectors, backend)
     return [
@@ -70,7 +70,7 @@ def measure(operators: Sequence[SplittingOperator], found: Sequence[Found], tol:
 
 
 def measured(V: Tensor, SV: Tensor, iterations: Tensor, matvecs: Tensor, tol: float) -> Spectrum:
-    """Return the spectrum that vectors (2, M, D) and their products stand for."""
+    """Return the spectrum that belongs to vectors V and their products SV, both (2, M, D)."""
     values = (V * SV).sum(-1)
     return spectrum(V, values, safe_norm(SV - values.unsqueeze(-1) * V), iterations, matvecs, tol)
 
@@ -90,8 +90,8 @@ def spectrum(
     matvecs: Tensor,
     tol: float,
 ) -> Spectrum:
-    """Return the spectrum of pairs that are known."""
-    # Rounding can put the ends of a spectrum of width zero in the wrong order.
+    """Return the spectrum that consists of the given eigenpairs, smaller eigenvalue first."""
+    # If both eigenvalues are equal, rounding can put them in the wrong order.
     order = values.argsort(0)
     values, residuals = values.gather(0, order), residuals.gather(0, order)
     V = V.gather(0, order.unsqueeze(-1).expand_as(V))
