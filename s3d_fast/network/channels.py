@@ -1,4 +1,4 @@
-"""Following channels through a traced graph, from the layers that make them to the layers that read them."""
+"""Follows channels through a traced graph, from the layers that make them to the layers that read them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class _Size:
-    """A number, or a shape, that depends on how many channels the producers have; `axis` is theirs in a shape."""
+    """A number, or a shape, that depends on the producers' numbers of channels; `axis` is the channel axis, if any."""
 
     producers: frozenset[str]
     axis: int | None
@@ -79,7 +79,7 @@ class ChannelAnalysis:
                 self._block_sizes(node)
         units = {}
         for name, draft in self.drafts.items():
-            # Channels that must not change are the better reason; what S would be comes second.
+            # Report channels that must not change before a missing activation.
             draft.reason = draft.reason or draft.no_activation
             if draft.reason is None and not draft.consumers:
                 draft.reason = "nothing consumes it"
@@ -90,7 +90,7 @@ class ChannelAnalysis:
         return Graph(self.module, units, self.layers, self._others())
 
     def _others(self) -> dict[str, str]:
-        """Return the remaining modules that have parameters of their own, with what they are."""
+        """Return the types of the remaining modules with parameters, by name."""
         return {
             name: type(module).__name__
             for name, module in self.modules.items()
@@ -178,7 +178,7 @@ class ChannelAnalysis:
         """Return why the layer's columns cannot be split, or None."""
         rank = len(node.all_input_nodes[0].meta["shape"])
         if value.axis != (1 if role.kind == "conv" else rank - 1):
-            return f"'{name}' reads another axis than its channels"
+            return f"'{name}' reads an axis other than its channels"
         if role.is_grouped:
             return f"it feeds the grouped convolution '{name}'"
         if self.calls[name] > 1:
@@ -199,7 +199,7 @@ class ChannelAnalysis:
             return role.activation, node, None
         norm: str | None = None
         while True:
-            # Who only asks for the shape does not count.
+            # Users that only read the shape do not count.
             users = [user for user in node.users if user in self.tensor_nodes or user.op == "output"]
             if len(users) != 1:
                 return "its output is used in more than one place before an activation"
@@ -223,7 +223,7 @@ class ChannelAnalysis:
             return f"no activation follows it: '{node.name}' comes first"
 
     def _follower(self, node: fx.Node, name: str, role: layers.Role, curved: bool = False) -> None:
-        """Note a layer that treats every channel alone, with parameters or statistics for each."""
+        """Record a layer that treats channels one by one, with parameters or statistics for each."""
         value, shape, multiplier = self._input(node), node.meta["shape"], role.multiplier
         if value is None:
             width = shape[1] // multiplier
@@ -282,7 +282,7 @@ class ChannelAnalysis:
             self._block_inputs(node, f"the operation '{name}' is not known")
 
     def _number(self, node: fx.Node, name: str) -> None:
-        """Follow a size: a number that depends on the number of channels may shape tensors, and nothing else."""
+        """Follow a size: a number that depends on the number of channels may only be used to shape tensors."""
         if name in fx_calls.NOT_SIZES:
             return
         for given in node.all_input_nodes:
@@ -301,13 +301,13 @@ class ChannelAnalysis:
                 self.sizes[node] = size
 
     def _arithmetic(self, node: fx.Node, name: str) -> None:
-        """Follow x + 1 and the like; two tensors of channels that meet are tied to one another."""
+        """Follow arithmetic such as x + 1; an operation on two tensors with channels ties their channels together."""
         tensors = [arg for arg in fx_calls.operands(node) if isinstance(arg, fx.Node) and "shape" in arg.meta]
         holder = next(arg for arg in tensors if arg in self.values)
         value = self.values[holder]
         axis = value.axis - len(holder.meta["shape"])
         for other in tensors:
-            # A tensor that treats all channels alike is as good as a number.
+            # A tensor that is the same for all channels counts as a number.
             alike = len(other.meta["shape"]) < -axis or other.meta["shape"][axis] == 1
             if other is not holder and (other in self.values or not alike):
                 what = "residual addition" if name in ("add", "iadd") else f"operation {name}"
@@ -377,13 +377,13 @@ class ChannelAnalysis:
         if name not in ("flatten", "view", "reshape"):
             target = None
         elif after[: axis + 1] == before[: axis + 1]:
-            # Only what lies behind the channels is rearranged.
+            # Only dimensions behind the channels are rearranged.
             target = axis
         elif len(after) >= behind and after[len(after) - behind :] == before[axis:]:
-            # Only what lies before them.
+            # Only dimensions before the channels are rearranged.
             target = len(after) - behind
         elif after[:axis] == before[:axis] and len(after) == axis + 1:
-            # Everything behind them is flattened: every channel becomes `repeat` neighbouring entries.
+            # All dimensions behind the channels are flattened: every channel becomes `repeat` neighbouring entries.
             target, repeat = axis, prod(before[axis + 1 :])
         else:
             target = None
@@ -395,14 +395,14 @@ class ChannelAnalysis:
         if len(wanted) == len(after) and isinstance(wanted[target], int) and wanted[target] != -1:
             self._block(value, f"'{node.name}' reshapes its channels to a size that is written into the code")
         own = self.sizes.get(wanted[target]) if len(wanted) == len(after) else None
-        # Only the size of these very channels may follow them, and only in their own place.
+        # A size that follows the channels is allowed only if it is their own, and only along their axis.
         fits = own is not None and own.producers == frozenset(value.producers())
         self._block_sizes(node, except_for=wanted[target] if fits else None)
         layout = tuple(segment._replace(repeat=segment.repeat * repeat) for segment in value.layout)
         self.values[node] = _Value(layout, target)
 
     def _pass(self, node: fx.Node, curved: str | None = None) -> None:
-        """Let the channels pass unchanged; `curved` names a nonlinear operation."""
+        """Pass the channels on unchanged; `curved` names a nonlinear operation."""
         value = self._input(node)
         if value is None:
             return
@@ -437,7 +437,7 @@ class ChannelAnalysis:
         return inputs[0] if inputs else None
 
     def _entangled(self) -> dict[str, str]:
-        """Return the modules whose parameters are used elsewhere too, with the words that say so."""
+        """Return the modules whose parameters are also used elsewhere, each with a phrase for `reason`."""
         owners: dict[int, str] = {}
         found: dict[str, str] = {}
         for name, module in self.modules.items():
@@ -449,5 +449,5 @@ class ChannelAnalysis:
             if node.op == "get_attr":
                 owner = str(node.target).rpartition(".")[0]
                 if owner in self.calls:
-                    found.setdefault(owner, f"has its '{node.target}' used directly besides")
+                    found.setdefault(owner, f"has a parameter, '{node.target}', that is also used directly")
         return found

@@ -1,4 +1,4 @@
-"""What a model costs at given widths of its units: parameters, and multiply-accumulates per sample."""
+"""The cost of a model at given widths of its units: parameters, and multiply-accumulates per sample."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Cost:
 
 
 def count(graph: Graph, widths: Mapping[str, int] | None = None) -> Cost:
-    """Return the cost of the layers that `graph` knows, with the units at the given widths (as traced by default).
+    """Return the cost of all layers in `graph` at the given widths of the units (by default the traced widths).
 
-    Layers without channels that could change are left out; they cost the same at all widths.
+    Other modules are not counted: they cost the same at all widths.
     """
     total = Cost(0, 0)
     for layer in graph.layers.values():
@@ -38,9 +38,9 @@ def count(graph: Graph, widths: Mapping[str, int] | None = None) -> Cost:
 
 
 def marginal(graph: Graph, widths: Mapping[str, int] | None = None) -> dict[str, Cost]:
-    """Return what one more copy of a filter costs, for every unit, the others as they are.
+    """Return, for every unit, the cost of one more copy of a filter; the other units keep their widths.
 
-    That is its row, its channel in every follower, and its column in every consumer.
+    The copy needs a row, a channel in every follower, and a column in every consumer.
     """
     now = {**graph.widths(), **(widths or {})}
     result = {}

@@ -15,8 +15,8 @@ class EdgeConv(nn.Module):
     """o_i = max over the k nearest neighbours j of i (i among them) of act(BN(weight . [x_j - x_i, x_i])).
 
     With weight = [a, b], the products are a . x_j + (b - a) . x_i: two products over points, and no tensor of edge
-    features. `metric` holds a weight per input channel for the distances of the neighbour search. It is 1 but where
-    channels are copies of one another, which then share the weight of the one channel they came from.
+    features. `metric` holds a weight per input channel for the distances of the neighbour search. It is 1, except
+    where channels are copies of one another: the copies share the weight of the original channel.
     """
 
     metric: Tensor
@@ -37,7 +37,7 @@ class EdgeConv(nn.Module):
         return self.activation(self.edges(x, self.neighbours(x))).amax(-2)
 
     def neighbours(self, x: Tensor) -> Tensor:  # (B, P, F) -> (B, P, k)
-        """Return the indices of the k nearest points of every point in the weighted metric; itself is one of them."""
+        """Return the indices of the k nearest points of every point, itself included, in the weighted metric."""
         with torch.no_grad():
             weighted = x * self.metric
             square = (weighted * x).sum(-1)

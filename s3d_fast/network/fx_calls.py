@@ -1,4 +1,4 @@
-"""What the calls in a traced graph mean for channels: tables of operations, and how to read a call's arguments."""
+"""Calls in a traced graph: tables of operations by their effect on channels, and readers of a call's arguments."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SPATIAL = _words(
 RESHAPING = _words("flatten view reshape transpose permute squeeze unsqueeze swapaxes")
 CONCATENATING = _words("cat concat concatenate")
 MIXING = _words("softmax log_softmax layer_norm group_norm")
-# What always returns a tensor of its own, unless it works in place. Anything else may return its argument, or a view of
-# it: dropout in eval mode, `to`, a registered module, whatever is not known.
+# Operations that always return a new tensor, unless they work in place. Any other may return its argument, or a view of
+# it: dropout in eval mode, `to`, a registered module, an unknown operation.
 FRESH = _words(
     "clone neg add sub mul truediv div pow rsub maximum minimum mean sum amax amin cat concat concatenate "
     "softmax log_softmax layer_norm group_norm conv2d linear batch_norm max_pool2d avg_pool2d matmul bmm "
@@ -42,11 +42,11 @@ FRESH_MODULES = frozenset(
         *(nn.GroupNorm, nn.Softmax, nn.LogSoftmax, nn.MaxPool2d, nn.AvgPool2d, EdgeConv),
     }
 )
-# What may stand between a layer and its activation: every entry behind it is one entry before it, perhaps scaled.
+# Operations allowed between a layer and its activation: every output entry is one input entry, perhaps scaled.
 SELECTING = RESHAPING | _words("dropout dropout2d contiguous max_pool2d adaptive_max_pool2d boolean_dispatch")
 # The functions behind +=, -= and the like.
 IN_PLACE_OPERATORS = _words("iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor setitem")
-# What is known of a tensor without knowing how many channels it has.
+# Properties of a tensor that do not depend on its number of channels.
 NOT_SIZES = _words("dim ndim dtype device is_cuda get_device requires_grad ndimension")
 
 
@@ -59,14 +59,14 @@ def name(node: fx.Node) -> str:
         return str(node.args[1])
     module = getattr(node.target, "__module__", None) or "torch"
     if module.partition(".")[0] not in ("torch", "_operator", "operator", "builtins", "math", "s3d_fast"):
-        # A function of the user's own may be called anything.
+        # A user's function may have any name.
         return f"{module}.{called}"
     # F.max_pool2d and F.adaptive_max_pool2d are closures, both called fn, that choose between two functions.
     return "boolean_dispatch" if called == "fn" else called.strip("_")
 
 
 def functional_activation(node: fx.Node) -> Activation | None:
-    """Return the activation that a called function or method is, or None."""
+    """Return the activation that a call computes; None if it is not a known activation."""
     options: dict[str, Any] = {key: value for key, value in node.kwargs.items() if key not in ("inplace", "input")}
     if node.op == "call_function" and is_activation(node.target):
         names = {"leaky_relu": ("negative_slope",), "elu": ("alpha",), "softplus": ("beta", "threshold")}
@@ -104,7 +104,7 @@ def may_return_argument(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool
 
 @cache
 def _inplace_argument(function: Any) -> int | None:
-    """Return the place of the argument `inplace` of a function, or None."""
+    """Return the position of a function's argument `inplace`; None if it has none."""
     try:
         parameters = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -132,7 +132,7 @@ def sizes(node: fx.Node) -> list[Any]:
 
 
 def moved_axis(node: fx.Node, axis: int, shape: tuple[int, ...]) -> int | None:
-    """Return where a permutation, squeeze or unsqueeze puts an axis; None if the operation is another one."""
+    """Return the new position of an axis after a permutation, squeeze or unsqueeze; None if it is unknown."""
     rank = len(shape)
     called = name(node)
     dims = sizes(node)

@@ -15,7 +15,7 @@ from s3d_fast.maths.activations import Activation
 class Segment(NamedTuple):
     """Consecutive entries along a channel axis that come from one layer: `channels` channels of `repeat` entries each.
 
-    `producer` is the layer's name; None where the channels are nobody's that could be split.
+    `producer` is the layer's name; None if no producer makes the channels, as in the model's input.
     """
 
     producer: str | None
@@ -25,7 +25,7 @@ class Segment(NamedTuple):
 
 Layout = tuple[Segment, ...]
 
-# The attributes of PyTorch's modules that say how many channels they have.
+# The attributes of PyTorch's modules that hold numbers of channels.
 SIZE_ATTRIBUTES = ("in_channels", "out_channels", "groups", "num_features", "in_features", "out_features")
 
 
@@ -34,15 +34,15 @@ class Unit:
     """A layer whose filters can be split.
 
     Attributes:
-        name: of the layer in the model.
+        name: the name of the layer in the model.
         kind: "conv", "linear" or "edgeconv".
-        width: its filters, when the model was traced.
-        fan_in: D, the parameters of a filter, its bias included.
-        norm: name of the BatchNorm between the filters and the activation, if there is one.
-        activation: what acts on the filters' outputs.
-        followers: names of the layers that treat its channels one by one, `norm` among them.
-        consumers: names of the layers whose input columns its channels are.
-        left_out: names of later nonlinear followers, whose curvature the splitting matrix does not contain.
+        width: the number of its filters when the model was traced.
+        fan_in: D, the number of parameters of a filter, including its bias.
+        norm: the name of the BatchNorm between the filters and the activation, if there is one.
+        activation: the activation of the filters' outputs.
+        followers: names of the layers that treat its channels one by one, including `norm`.
+        consumers: names of the layers that read its channels.
+        left_out: names of later nonlinear followers; the splitting matrix leaves out their curvature.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Unit:
     activation: Activation
     producer_node: str
     activation_node: str
-    activation_axis: int  # where the activation's input has its channels
+    activation_axis: int  # the axis of the channels in the activation's input
     followers: tuple[str, ...] = ()
     consumers: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -61,39 +61,39 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that holds channels: its cost, and whether and why not it can be split."""
+    """A layer that holds channels: the sizes that its cost depends on, and why it cannot be split."""
 
     name: str
     kind: str  # conv, linear, edgeconv, depthwise, batchnorm, custom
     width: int
-    inputs: Layout  # the channels it reads: for depthwise and BatchNorm, those it treats one by one
-    positions: int  # places per sample at which it is evaluated
+    inputs: Layout  # the channels that it reads, or that it treats one by one
+    positions: int  # positions per sample where it is evaluated
     calls: int
     sizes: Mapping[str, object]  # the shapes of its own tensors, and its size attributes, by name
-    reason: str | None = None  # why it cannot be split; None for a unit, and for what is no producer
+    reason: str | None = None  # why it cannot be split; None for a unit, and if it is no producer
 
     @classmethod
     def of(
         cls, module: nn.Module, name: str, kind: str, width: int, inputs: Layout, positions: int, calls: int
     ) -> Layer:
-        """Return the layer that a module is, with the module's sizes."""
+        """Return the layer of a module, with the module's sizes."""
         return cls(name, kind, width, inputs, positions, calls, sizes_of(module))
 
 
 @dataclass
 class Graph:
-    """What `trace` found out about a model. It holds until the model's layers change size: then trace again."""
+    """The result of `trace`: a model's units and layers. After layers have changed size, trace again."""
 
     module: fx.GraphModule
     units: dict[str, Unit]
     layers: dict[str, Layer]
-    others: dict[str, str]  # further modules with parameters, and what they are
+    others: dict[str, str]  # types of the other modules with parameters, by name
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units.values())
 
     def __len__(self) -> int:
-        """How many units there are; a graph without any is False in a condition."""
+        """Return the number of units; a graph without units is False in a condition."""
         return len(self.units)
 
     def widths(self) -> dict[str, int]:
@@ -101,7 +101,7 @@ class Graph:
         return {name: unit.width for name, unit in self.units.items()}
 
     def explain(self) -> str:
-        """Return a table of every layer: splittable, or why not."""
+        """Return a table of all layers: whether each can be split, and why not."""
         rows = [["layer", "kind", "width", "splittable", "because"]]
         for layer in self.layers.values():
             unit = self.units.get(layer.name)
@@ -120,7 +120,7 @@ class Graph:
         return text_table(rows)
 
     def channels_of(self, inputs: Layout, widths: Mapping[str, int] | None = None) -> int:
-        """Return the entries along a channel axis of the given layout, at the given widths of the units."""
+        """Return the number of entries along a channel axis of this layout, at the given widths of the units."""
         widths = widths or {}
         return sum(widths.get(segment.producer or "", segment.channels) * segment.repeat for segment in inputs)
 
@@ -130,24 +130,24 @@ class Graph:
             try:
                 module = model.get_submodule(name)
             except AttributeError:
-                raise ValueError(f"model has no layer {name!r}, which the traced one has") from None
+                raise ValueError(f"model has no layer {name!r}, but the traced model has") from None
             now = sizes_of(module)
             for what, size in layer.sizes.items():
                 if now.get(what) != size:
                     raise ValueError(
-                        f"graph is stale or of another model: {what} of {name!r} was {size} when the model was traced "
-                        f"and is {now.get(what)} now; trace the model again"
+                        f"graph is stale or belongs to another model: {what} of {name!r} was {size} when the model was "
+                        f"traced and is {now.get(what)} now; trace the model again"
                     )
 
     def check_same(self, model: nn.Module) -> None:
-        """Raise ValueError unless this is the graph of the model itself, as it is now."""
+        """Raise ValueError unless this graph was traced from this very model and is not stale."""
         self.check(model)
         for name in self.layers:
             if model.get_submodule(name) is not self.module.get_submodule(name):
-                raise ValueError(f"graph belongs to another model: its {name!r} is not that of the model given")
+                raise ValueError(f"graph belongs to another model: its {name!r} is another object than the model's")
 
     def is_current(self, model: nn.Module) -> bool:
-        """Return whether the model consists of the modules that were traced, with the sizes that they had."""
+        """Return whether the model still consists of the traced modules, with unchanged sizes."""
         try:
             self.check_same(model)
             return all(

@@ -1,4 +1,4 @@
-"""What each kind of layer is to a split: a producer of channels, a consumer, or a follower, channel by channel."""
+"""The role of each kind of layer in a split: a producer, a consumer or a follower of channels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from s3d_fast.maths.activations import MODULES, Activation, activation, activation_names, is_activation
 from s3d_fast.network.edgeconv import EdgeConv
 
-# Modules that act on every entry alone, in eval mode not at all.
+# Modules that act on every entry alone, and do nothing in eval mode.
 ELEMENTWISE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Modules that act on every channel of a feature map alone, and add no curvature.
 SPATIAL = (
@@ -29,17 +29,17 @@ SPATIAL = (
     nn.ReflectionPad2d,
     nn.ReplicationPad2d,
 )
-# Modules that act on every entry alone, nonlinearly, and whose second derivative is not known here.
+# Nonlinear elementwise modules whose second derivative is not available here.
 CURVED = (nn.Hardtanh, nn.Mish, nn.CELU, nn.SELU, nn.LogSigmoid)
-# Modules that may stand between a layer and its activation: every entry behind them is one entry before them.
+# Modules allowed between a layer and its activation: every output entry is one input entry.
 SELECTING = (*ELEMENTWISE, nn.Flatten, nn.MaxPool2d, nn.AdaptiveMaxPool2d)
-# Modules that mix channels, with the words that say so.
+# Modules that mix channels, with their names in messages.
 MIXING = {nn.LayerNorm: "LayerNorm", nn.GroupNorm: "GroupNorm", nn.Softmax: "softmax", nn.LogSoftmax: "log_softmax"}
 
 
 @dataclass(frozen=True)
 class CustomLayer:
-    """What `register_layer` was told about a module type."""
+    """The properties of a module type, as given to `register_layer`."""
 
     per_channel: tuple[str, ...]
     size_attributes: tuple[str, ...]
@@ -58,22 +58,23 @@ def register_layer(
     activation: Callable[[Any], Activation] | Activation | nn.Module | str | None = None,
     linear: bool = False,
 ) -> None:
-    """Teach `trace` a module of your own that treats every channel alone and in the same way.
+    """Teach `trace` a module type of your own that treats every channel alone and in the same way.
 
-    Such a module is not looked into. Its output must have the channels of its input, in the same place.
+    Tracing does not look inside such a module. Its output must have the same channels as its input, along the same
+    axis.
 
     Args:
-        module_type: the class; instances of exactly this class are meant.
+        module_type: the class; subclasses are not included.
         per_channel: names of its parameters and buffers with one entry (or slice) per channel in dimension 0.
         size_attributes: names of its integer attributes that hold the number of channels.
-        activation: the Activation that it is; a name, module or function that `activation` knows, such as "silu"; or a
-            function that makes an Activation from the module. Only an activation right after a layer, or after its
-            BatchNorm, makes that layer splittable.
-        linear: the output is linear in the input for every channel, so that the module adds no curvature.
+        activation: the activation that the module computes, if it is one: an Activation; a name, module or function
+            that `activation` knows, such as "silu"; or a function that makes an Activation from the module. Only an
+            activation right after a layer, or after its BatchNorm, makes that layer splittable.
+        linear: whether the output is linear in the input for every channel; the module then adds no curvature.
 
     Raises:
         TypeError: module_type is not a subclass of nn.Module, per_channel or size_attributes is not a sequence of
-            names, or activation is none of what it may be.
+            names, or activation is none of the above.
         ValueError: no activation has this name.
     """
     if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
@@ -85,7 +86,7 @@ def register_layer(
 
 
 def _require_names(name: str, value: object) -> None:
-    # A string is a sequence of letters.
+    # A string is a sequence of strings too.
     if isinstance(value, str) or not (isinstance(value, Sequence) and all(isinstance(entry, str) for entry in value)):
         raise TypeError(f"{name} must be a sequence of names, such as ['weight'], got {value!r}")
 
@@ -98,7 +99,7 @@ def _activation_maker(module_type: type[nn.Module], given: Any) -> Callable[[Any
     if is_known:
         fixed = activation(given)
         return lambda module: fixed
-    # A module that is no known activation, or the class of one, would be called with the module and make no Activation.
+    # A module or a module class is callable too, but makes no Activation: refuse it here rather than in `trace`.
     is_module = isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module))
     if is_module or not callable(given):
         raise TypeError(
@@ -116,7 +117,7 @@ def _activation_maker(module_type: type[nn.Module], given: Any) -> Callable[[Any
 
 
 def custom_layer(module: nn.Module) -> CustomLayer | None:
-    """Return what `register_layer` was told about the type of this module, if anything."""
+    """Return the registered properties of this module's type; None if it is not registered."""
     return _CUSTOM.get(type(module))
 
 
@@ -130,34 +131,35 @@ def leaves(model: nn.Module) -> set[nn.Module]:
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Return the activation that a module is, or None."""
+    """Return the activation that a module computes; None if it is not a known activation."""
     custom = custom_layer(module)
     if custom is not None:
         return custom.activation(module) if custom.activation is not None else None
     return activation(module) if is_activation(module) else None
 
 
-# The kinds of layers that mix channels: their filters may be split, and they read the channels of others.
+# The kinds of layers that mix channels: their filters can be split, and they read the channels of other layers.
 PRODUCERS = ("conv", "linear", "edgeconv")
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a module is to a split.
+    """The role of a module in a split.
 
     Attributes:
         kind: one of `PRODUCERS`; "depthwise", "batchnorm" or "custom", with tensors for every channel; "activation",
             "curved", "dropout", "spatial", "flatten", "mixing"; or "other".
-        word: what error messages call it.
-        activation: that it is, or that an EdgeConv layer has inside.
+        word: its name in messages.
+        activation: the activation that it computes, or that an EdgeConv layer has inside.
         width, input_width, fan_in: filters, input channels and parameters per filter of a producer.
         multiplier: outputs per channel of a depthwise layer.
         per_channel: the names of the tensors that have a slice per channel.
-        linear: of a custom layer: it adds no curvature.
-        selects: it may stand between a layer and its activation: every entry behind it is one entry before it.
-        is_grouped: it is a convolution with groups.
-        has_stored_rows, has_stored_columns, has_stored_channels: weight and bias, the weight, or the tensors with a
-            slice per channel, are plain parameters or buffers.
+        linear: whether a custom layer adds no curvature.
+        selects: whether it may stand between a layer and its activation: every output entry is one input entry.
+        is_grouped: whether it is a convolution with groups.
+        has_stored_rows: whether weight and bias are plain parameters, not computed.
+        has_stored_columns: whether the weight is a plain parameter.
+        has_stored_channels: whether the tensors with a slice per channel are plain parameters or buffers.
     """
 
     kind: str
@@ -230,7 +232,7 @@ def _producer_role(module: nn.Module, kind: str) -> Role:
 
 
 def producer_kind(module: nn.Module) -> str | None:
-    """Return the one of `PRODUCERS` that the module is, a layer that mixes channels; else None."""
+    """Return which of `PRODUCERS` the module is; None if it is no producer."""
     if isinstance(module, EdgeConv):
         return "edgeconv"
     if isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward:
@@ -241,12 +243,12 @@ def producer_kind(module: nn.Module) -> str | None:
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Return whether the module is a depthwise convolution; several outputs per channel count."""
+    """Return whether the module is a depthwise convolution; several outputs per channel are allowed."""
     return isinstance(module, nn.Conv2d) and module.groups > 1 and module.groups == module.in_channels
 
 
 def is_batchnorm(module: nn.Module) -> bool:
-    """Return whether the module is a BatchNorm that has statistics to evaluate with."""
+    """Return whether the module is a BatchNorm with running statistics."""
     return isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
 
 
@@ -256,24 +258,24 @@ def output_width(module: nn.Module) -> int:
 
 
 def input_width(module: nn.Module) -> int:
-    """Return the number of input channels of a producer, as its columns count them."""
+    """Return the number of input channels of a producer."""
     return int(module.in_channels if isinstance(module, nn.Conv2d) else module.in_features)  # type: ignore[arg-type]
 
 
 def has_bias(module: nn.Module) -> bool:
-    """Return whether a module has a bias; a bias that is computed is not evaluated to find out."""
+    """Return whether a module has a bias, without evaluating a computed one."""
     return module._parameters.get("bias") is not None or is_parametrized(module, "bias")
 
 
 def is_stored(module: nn.Module, names: Sequence[str]) -> bool:
-    """Return whether these tensors of a module are plain parameters or buffers, where it has them at all."""
+    """Return whether these tensors, if the module has them, are plain parameters or buffers."""
     return not any(is_parametrized(module, name) for name in names) and all(
         name in module._parameters or name in module._buffers or getattr(module, name, None) is None for name in names
     )
 
 
 def per_channel_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the tensors that a follower of this kind has one slice per channel of."""
+    """Return the names of the tensors in which a follower of this kind may have one slice per channel."""
     custom = custom_layer(module)
     return ("weight", "bias", "running_mean", "running_var") if custom is None else custom.per_channel
 

@@ -17,15 +17,16 @@ from s3d_fast.network.undisturbed import undisturbed
 
 
 def trace(model: nn.Module, example_input: Any) -> Graph:
-    """Find the units of a model by following one evaluation, in eval mode, symbolically.
+    """Return the graph of a model and its units, from one symbolic evaluation in eval mode.
 
     Args:
-        model: any nn.Module that torch.fx can trace; it is left as it was.
-        example_input: a tensor, or a tuple of arguments, of the shapes that the model sees. The first dimension is
-            the batch.
+        model: any nn.Module that torch.fx can trace; it stays unchanged.
+        example_input: a tensor, or a tuple of arguments, with the shapes that the model expects. The first dimension
+            is the batch.
 
     Raises:
-        ValueError: torch.fx cannot trace the model; the message names the line and what to do.
+        ValueError: torch.fx cannot trace the model (the message names the line and a remedy), or the traced model
+            cannot evaluate example_input.
     """
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
     with undisturbed(model), torch.no_grad():
@@ -47,7 +48,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Shapes(fx.Interpreter):
-    """Notes in `meta` the shape of every tensor, and which other results hold tensors."""
+    """Records in `meta` the shape of every tensor, and which other results hold tensors."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -59,7 +60,7 @@ class _Shapes(fx.Interpreter):
 
 
 def _symbolic(model: nn.Module, given: int) -> fx.Graph:
-    """Return the graph of the model's forward pass; arguments beyond the `given` ones have their default values."""
+    """Return the graph of the model's forward pass; arguments after the first `given` have their default values."""
     parameters = list(inspect.signature(model.forward).parameters.values())[given:]
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     try:
@@ -68,9 +69,9 @@ def _symbolic(model: nn.Module, given: int) -> fx.Graph:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
         where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "an unknown line"
         raise ValueError(
-            f"model cannot be traced by torch.fx at {where} ({error}). Control flow that depends on values must go: "
-            "move it into a function marked by torch.fx.wrap, or into a module of its own that treats every channel "
-            "alone and is made known by s3d_fast.register_layer"
+            f"model cannot be traced by torch.fx at {where} ({error}). Control flow that depends on values is not "
+            "supported: move it into a function marked by torch.fx.wrap, or into a module that treats every channel "
+            "alone, and register that module with s3d_fast.register_layer"
         ) from error
 
 

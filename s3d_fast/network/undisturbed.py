@@ -1,4 +1,4 @@
-"""Evaluate a model without leaving a trace in it."""
+"""Evaluate a model without changing it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for buffer, before in buffers:
-                # Written only if it must be: writing counts as a change, which autograd would notice.
+                # Write only if the values differ: autograd counts every write as a change.
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
