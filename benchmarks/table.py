@@ -1,4 +1,7 @@
-"""Turn the JSON of `make bench` into tables: python -m benchmarks.table runs/bench.json > docs/benchmarks.md."""
+"""Turn the JSON of `make bench` into tables: python -m benchmarks.table runs/bench.json > docs/benchmarks.md.
+
+With two files, `python -m benchmarks.table BEFORE.json AFTER.json` compares two runs.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +88,25 @@ def _ratios(members: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[list[str]]:
+    """Return a table of every ratio of two runs of `make bench`: before, after, and after / before."""
+    old = {(one["group"], one["name"]): one["extra_info"].get("ratios", {}) for one in before["benchmarks"]}
+    rows = [["benchmark", "against", "before", "after", "after / before"]]
+    for one in after["benchmarks"]:
+        was = old.get((one["group"], one["name"]), {})
+        for name, ratio in one["extra_info"].get("ratios", {}).items():
+            if name in was:
+                case = f"{one['group']}: {one['param'] or one['name'].removeprefix('test_')}"
+                rows.append([case, name, f"{was[name]:.2f}", f"{ratio:.2f}", f"{ratio / was[name]:.2f}"])
+    return rows
+
+
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    written = path.read_text() if path.exists() else ""
-    # The file is missing or empty if every benchmark was skipped.
-    sys.stdout.write(table(json.loads(written)) if written else "no benchmark ran\n")
+    texts = [path.read_text() if (path := Path(name)).exists() else "" for name in sys.argv[1:]]
+    if not all(texts):
+        # A file is missing or empty if every benchmark was skipped.
+        print("no benchmark ran")
+    elif len(texts) == 2:
+        print("\n".join(markdown(differences(*map(json.loads, texts)))))
+    else:
+        sys.stdout.write(table(json.loads(texts[0])))
