@@ -1,14 +1,26 @@
-"""The shapes and tolerances that tests and benchmarks share."""
+"""The shapes, tolerances and memory layouts that tests and benchmarks share."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import combinations, product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from s3d_fast.models.mobilenet import FULL_WIDTHS, STRIDES
+
+DTYPE_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+DTYPES = tuple(DTYPE_NAMES)
+COMPUTE_DTYPES = DTYPES[:2]
 
 # The largest error allowed, as a fraction of the largest entry of what is expected. Rows stored in 16 bits are computed
 # with in float32, so that against the same stored rows they are as exact as float32 ones.
@@ -18,24 +30,36 @@ TOLERANCE = {
     torch.bfloat16: 1e-4,
     torch.float16: 1e-4,
 }
-
-DTYPE_NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
+# The same for results that are stored in these dtypes and take a handful of roundings for each entry: no sums.
+ENTRY_TOLERANCE = {
+    torch.float64: 1e-14,
+    torch.float32: 3e-6,
+    torch.bfloat16: 5e-2,
+    torch.float16: 5e-3,
 }
 
 
 class Case:
     """A shape whose name, such as N65-D33-M7-fp32, is made of its fields."""
 
+    M: int
     dtype: torch.dtype
     bias: bool
+    # Vectors for each filter; 0 stands for one vector without the leading dimension.
+    K: int
+
+    @property
+    def width(self) -> int:
+        """The number of parameters of a filter, its bias included."""
+        raise NotImplementedError
 
     def tensors(self, seed: int = 0) -> tuple[Tensor, ...]:
         """Return random tensors of these shapes."""
         raise NotImplementedError
+
+    def vectors(self, seed: int = 1) -> Tensor:
+        """Return random unit vectors V, (M, width) or (K, M, width)."""
+        return random_vectors(*[self.K] * (self.K > 0), self.M, self.width, dtype=self.dtype, seed=seed)
 
     def __str__(self) -> str:
         return "-".join(self._words())
@@ -49,7 +73,7 @@ class Case:
                 yield from [field.name] * value
             elif isinstance(value, tuple):
                 yield field.name + "x".join(map(str, value))
-            else:
+            elif field.name != "K" or value:
                 yield f"{field.name}{value}"
 
 
@@ -62,6 +86,11 @@ class RowsCase(Case):
     M: int
     dtype: torch.dtype = torch.float64
     bias: bool = False
+    K: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.D + self.bias
 
     def tensors(self, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Return random X (N, D) and C (N, M)."""
@@ -86,6 +115,11 @@ class ConvCase(Case):
     d: tuple[int, int] = (1, 1)
     dtype: torch.dtype = torch.float64
     bias: bool = False
+    K: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.I * self.k[0] * self.k[1] + self.bias
 
     @property
     def geometry(self) -> dict[str, tuple[int, int]]:
@@ -112,6 +146,16 @@ class EdgeCase(Case):
     M: int
     dtype: torch.dtype = torch.float64
     bias: bool = False
+    K: int = 0
+
+    @property
+    def width(self) -> int:
+        return 2 * self.F + self.bias
+
+    def won(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return random X (B, P, F), winner (B, P, M) and C (B, P, M)."""
+        X, neighbours, slot, C = self.tensors(seed)
+        return X, neighbours.gather(2, slot), C
 
     def tensors(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return random X (B, P, F), neighbours (B, P, k), slot (B, P, M) in [0, k) and C (B, P, M)."""
@@ -121,6 +165,31 @@ class EdgeCase(Case):
         slot = torch.randint(self.k, (self.B, self.P, self.M), generator=generator)
         C = torch.randn(self.B, self.P, self.M, generator=generator, dtype=torch.float64)
         return X.to(self.dtype), neighbours, slot, C.to(self.dtype)
+
+
+def all_pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return few combinations in which any two values of two different choices occur together."""
+    rng = random.Random(0)
+    missing = {
+        (i, a, j, b)
+        for i, j in combinations(range(len(choices)), 2)
+        for a, b in product(range(len(choices[i])), range(len(choices[j])))
+    }
+
+    def pairs(row: Sequence[int]) -> set[tuple[int, int, int, int]]:
+        return {(i, row[i], j, row[j]) for i, j in combinations(range(len(choices)), 2)}
+
+    found = []
+    while missing:
+        # One pair that is missing, and the best of some random ways to complete it.
+        i, a, j, b = min(missing)
+        rows = [[rng.randrange(len(values)) for values in choices] for _ in range(40)]
+        for row in rows:
+            row[i], row[j] = a, b
+        best = max(rows, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        found.append(tuple(values[index] for values, index in zip(choices, best, strict=True)))
+    return found
 
 
 ROWS = (
@@ -135,6 +204,19 @@ ROWS = (
     RowsCase(65, 33, 7, torch.bfloat16),
     RowsCase(65, 33, 7, torch.float16, bias=True),
 )
+
+# Sizes on both sides of every block of the kernels: 96 or 128 rows, panels of up to 32 filters, 16 to 256 inputs.
+PAIRWISE_ROWS = [
+    RowsCase(N, D, M, dtype, bias, K)
+    for D, N, M, dtype, K, bias in all_pairs(
+        (1, 5, 16, 20, 33, 128, 256, 300, 520),
+        (0, 1, 96, 97, 1040),
+        (1, 7, 16, 32, 65),
+        DTYPES,
+        (0, 1, 2, 3),
+        (False, True),
+    )
+]
 
 # For benchmarks only.
 LARGE_ROWS = (
@@ -192,6 +274,19 @@ EDGES = (
     EdgeCase(2, 9, 3, 4, 5, dtype=torch.float16),
 )
 
+PAIRWISE_EDGES = [
+    EdgeCase(B, P, F, min(P, 4), M, dtype, bias, K)
+    for P, F, M, dtype, B, K, bias in all_pairs(
+        (1, 7, 96, 97, 200),
+        (1, 3, 16, 33, 130),
+        (1, 7, 16, 33),
+        DTYPES,
+        (1, 2, 3),
+        (0, 1, 2),
+        (False, True),
+    )
+]
+
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
     """Return the dtype that rows stored as `stored` are computed with."""
@@ -213,3 +308,38 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     scale = expected.abs().max().item()
     error = (actual - expected).abs().nan_to_num(nan=torch.inf).max().item()
     return error / scale if scale > 0 else error
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """Return standard normal entries."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def doubles(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.double() for tensor in tensors]
+
+
+LAYOUTS = ("contiguous", "transposed", "stepped", "offset", "broadcast-first", "broadcast-last")
+
+
+def embedded(tensor: Tensor, layout: str = "offset") -> tuple[Tensor, Tensor]:
+    """Return a view with the entries of `tensor` and the larger buffer around it.
+
+    The rest of the buffer is NaN, or an index that is out of every range.
+    """
+    step, before = (3, 0) if layout == "stepped" else (1, 2)
+    sizes = [max(1, step * size + 2 * before) for size in tensor.shape]
+    buffer = tensor.new_full(sizes, torch.nan if tensor.is_floating_point() else 10**9)
+    view = buffer[tuple(slice(before, before + step * size, step) for size in tensor.shape)]
+    return view.copy_(tensor), buffer
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """Return a tensor of the same shape in the given layout: of equal entries, or with one dimension broadcast."""
+    if layout == "transposed" and tensor.dim() > 1:
+        return tensor.mT.contiguous().mT
+    if layout in ("stepped", "offset"):
+        return embedded(tensor, layout)[0]
+    if layout.startswith("broadcast") and tensor.numel():
+        return tensor.narrow(0 if layout.endswith("first") else -1, 0, 1).expand_as(tensor)
+    return tensor

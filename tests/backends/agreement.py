@@ -1,0 +1,241 @@
+"""What it means that a backend agrees with the reference: the definitions, one call of each operation, the check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from s3d_fast import Activation, activation
+from s3d_fast.backends import operations
+from s3d_fast.backends.interface import Backend
+from s3d_fast.maths import reference
+from s3d_fast.maths.incoming import incoming_edges
+from s3d_fast.maths.reference import ConvGeometry, Widening
+from tests.cases import (
+    ENTRY_TOLERANCE,
+    TOLERANCE,
+    ConvCase,
+    EdgeCase,
+    RowsCase,
+    compute_dtype,
+    random_tensor,
+    relative_error,
+)
+
+
+class Definitions:
+    """Every operation of `Backend` by `maths.reference` alone: what its arguments become, and what it returns."""
+
+    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+        return reference.splitting_matvec(X, C, V, bias)
+
+    def splitting_matvec_grouped(self, X: Any, C: Any, V: Any, bias: Any) -> list[Tensor]:
+        return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
+
+    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+        return reference.splitting_matrices(X, C, bias)
+
+    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+        S += weight * reference.splitting_matrices(X, C, bias)
+
+    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+        return reference.conv_matvec(X, C, V, *geometry, bias)
+
+    def edgeconv_matvec(self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, _: object) -> Tensor:
+        return reference.edgeconv_matvec(X, winner, C, V, bias)
+
+    def curvature_coefficients(
+        self, g: Tensor, z: Tensor, act: Activation, scale: Tensor | None, axis: int, inplace: bool
+    ) -> Tensor:
+        C = reference.curvature_coefficients(g, z, act, scale, axis)
+        return g.copy_(C) if inplace else C
+
+    def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
+        return [reference.grow_weight(*widening) for widening in widenings]
+
+    def krylov_extend(self, basis: Tensor, product: Tensor, *state: Any) -> None:
+        *numbers, step, q = state
+        reference.krylov_extend(basis, product, *numbers, step)
+        q.copy_(basis[:, step + 1])
+
+    def tridiagonal_extremes(self, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.tridiagonal_extremes(alpha, beta, length)
+
+    def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.symmetric_extremes(S)
+
+
+class PublicOperations:
+    """The public calls with the signatures of `Backend`, each on the backend of a given name."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+        return operations.splitting_matvec(X, C, V, bias=bias, backend=self.backend)
+
+    def splitting_matvec_grouped(self, X: Any, C: Any, V: Any, bias: Any) -> list[Tensor]:
+        return operations.splitting_matvec_grouped(X, C, V, bias=bias, backend=self.backend)
+
+    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+        return operations.splitting_matrices(X, C, bias=bias, backend=self.backend)
+
+    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+        assert operations.add_splitting_matrices(S, X, C, weight, bias=bias, backend=self.backend) is S
+
+    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+        return operations.conv_matvec(X, C, V, **geometry._asdict(), bias=bias, backend=self.backend)
+
+    def edgeconv_matvec(self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Any) -> Tensor:
+        return operations.edgeconv_matvec(X, winner, C, V, bias=bias, incoming=incoming, backend=self.backend)
+
+    def curvature_coefficients(
+        self, g: Tensor, z: Tensor, act: Activation, scale: Tensor | None, axis: int, inplace: bool
+    ) -> Tensor:
+        return operations.curvature_coefficients(g, z, act, scale, axis=axis, inplace=inplace, backend=self.backend)
+
+    def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
+        return operations.grow_weights(widenings, backend=self.backend)
+
+
+# Which arguments an operation may change.
+CHANGED = {"add_splitting_matrices": {0}, "krylov_extend": {0, 2, 3, 4, 5, 7}}
+DEFINITIONS = Definitions()
+
+
+def assert_agrees(backend: Backend | PublicOperations, name: str, *arguments: Any, label: object = "") -> Any:
+    """Check an operation against its definition in float64, and every argument afterwards; return the result."""
+    wide = tree_map_only(Tensor, _in_float64, arguments)
+    expected = getattr(DEFINITIONS, name)(*wide)
+    before = tree_map_only(Tensor, Tensor.clone, arguments)
+    result = getattr(backend, name)(*arguments)
+    is_inplace = name == "curvature_coefficients" and arguments[5]
+    changed = {0} if is_inplace else CHANGED.get(name, set())
+    table = ENTRY_TOLERANCE if name in ("curvature_coefficients", "grow_weights") else TOLERANCE
+    for place, now in enumerate(arguments):
+        if place in changed:
+            # Numbers of steps are exact.
+            assert_close(now, wide[place], table.get(now.dtype, 0), f"{label}: argument {place}")
+        else:
+            assert_unchanged(now, before[place], f"{label}: argument {place} of {name}")
+    assert not is_inplace or result is arguments[0], label
+    if expected is None:
+        assert result is None, label
+        return None
+    if name.endswith("extremes"):
+        _turn(expected[1], result[1])
+    found, wanted, dtypes = tree_leaves(result), tree_leaves(expected), _result_dtypes(name, arguments)
+    assert len(found) == len(wanted), label
+    for number, (tensor, truth, dtype) in enumerate(zip(found, wanted, dtypes, strict=True)):
+        assert tensor.dtype == dtype, f"{label}: result {number} is {tensor.dtype}"
+        assert_close(tensor, truth, table[dtype], f"{label}: result {number}")
+    return result
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float, label: object = "") -> None:
+    """Check entries up to a fraction of the largest; what is NaN in one is NaN in the other."""
+    assert torch.equal(found.isnan(), expected.isnan()), label
+    error = relative_error(found.nan_to_num(), expected.nan_to_num())
+    assert error <= tolerance, f"{label}: error {error}"
+
+
+def assert_unchanged(now: Any, before: Any, label: object = "") -> None:
+    """Check that every tensor among the arguments has the same bits as before."""
+    for tensor, old in zip(tree_leaves(now), tree_leaves(before), strict=True):
+        if isinstance(tensor, Tensor):
+            torch.testing.assert_close(
+                tensor, old, rtol=0, atol=0, equal_nan=True, msg=lambda message: f"{label} was changed: {message}"
+            )
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+def _turn(expected: Tensor, found: Tensor) -> None:
+    """Give eigenvectors, which are known up to their sign, the signs of others."""
+    expected *= torch.where((expected * found).sum(-1, keepdim=True) < 0, -1.0, 1.0)
+
+
+def _result_dtypes(name: str, arguments: Sequence[Any]) -> list[torch.dtype]:
+    if name.endswith("extremes"):
+        return [torch.float64] * 2
+    if name == "splitting_matvec_grouped":
+        return [compute_dtype(X.dtype) for X in arguments[0]]
+    if name == "grow_weights":
+        return [widening.weight.dtype for widening in arguments[0]]
+    stored = arguments[0].dtype
+    return [stored if name == "curvature_coefficients" else compute_dtype(stored)]
+
+
+def krylov_state(M: int, capacity: int, D: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return basis, alpha, beta, length and scale before the first step; NaN where nothing has been written."""
+    basis = torch.full((M, capacity, D), torch.nan, dtype=dtype)
+    basis[:, 0] = torch.nn.functional.normalize(random_tensor(M, D, dtype=dtype, seed=1), dim=-1)
+    numbers = [torch.full((M, capacity), torch.nan, dtype=dtype) for _ in range(2)]
+    return [basis, *numbers, torch.zeros(M, dtype=torch.int64), torch.zeros(M, dtype=dtype)]
+
+
+def _rows(case: RowsCase) -> tuple[Any, ...]:
+    return (*case.tensors(), case.vectors(), case.bias)
+
+
+def _edges(incoming: bool) -> tuple[Any, ...]:
+    case = EdgeCase(2, 13, 6, 4, 5, bias=True, K=2)
+    X, winner, C = case.won()
+    return X, winner, C, case.vectors(), True, incoming_edges(winner) if incoming else None
+
+
+def _conv() -> tuple[Any, ...]:
+    case = ConvCase(2, 3, 9, 8, 4, k=(2, 3), s=(2, 1), p=(0, 2), d=(3, 2), bias=True, K=2)
+    return *case.tensors(), case.vectors(), ConvGeometry(case.k, case.s, case.p, case.d), True
+
+
+def _curvature(inplace: bool) -> tuple[Any, ...]:
+    g, z, scale = random_tensor(5, 7, 3), 4 * random_tensor(5, 7, 3, seed=1), random_tensor(7, seed=2)
+    return g, z, activation("hardswish"), scale, 1, inplace
+
+
+def _grow() -> tuple[Any, ...]:
+    weight, rows, columns = random_tensor(4, 6, 3), torch.tensor([3, 0, 0, 1, 2]), torch.tensor([5, 0, 0, 2])
+    shift, shift_rows = random_tensor(3, 6, 3, seed=2), torch.tensor([-1, 2, 0, 0, -1])
+    scales = random_tensor(5, seed=1), random_tensor(4, seed=3)
+    full = Widening(weight, rows, scales[0], shift, shift_rows, columns, scales[1], 0.3)
+    return ([full, Widening(random_tensor(5), torch.tensor([4, 4, 0]))],)
+
+
+def _krylov() -> tuple[Any, ...]:
+    state = krylov_state(3, 4, 9, torch.float64)
+    return state[0], random_tensor(3, 9, seed=5), *state[1:], 0, torch.full((3, 9), torch.nan, dtype=torch.float64)
+
+
+def _matrices(transposed: bool) -> tuple[Any, ...]:
+    case = RowsCase(97, 9, 5, bias=True)
+    S = random_tensor(5, 10, 10, seed=4)
+    return S.mT.contiguous().mT if transposed else S, *case.tensors(), True, -0.3
+
+
+# One call of every operation that leaves no argument out; what distinguishes two calls of one stands after a colon.
+EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "splitting_matvec": lambda: _rows(RowsCase(130, 20, 9, bias=True, K=2)),
+    "splitting_matvec:wide": lambda: _rows(RowsCase(130, 270, 9, bias=True, K=2)),
+    "splitting_matvec_grouped": lambda: tuple(
+        map(list, zip(_rows(RowsCase(70, 20, 9, bias=True)), _rows(RowsCase(600, 16, 32, K=2)), strict=True))
+    ),
+    "splitting_matrices": lambda: (*RowsCase(97, 9, 5).tensors(), True),
+    "add_splitting_matrices": lambda: _matrices(False),
+    "add_splitting_matrices:transposed": lambda: _matrices(True),
+    "conv_matvec": _conv,
+    "edgeconv_matvec": lambda: _edges(False),
+    "edgeconv_matvec:incoming": lambda: _edges(True),
+    "curvature_coefficients": lambda: _curvature(False),
+    "curvature_coefficients:inplace": lambda: _curvature(True),
+    "grow_weights": _grow,
+    "krylov_extend": _krylov,
+    "tridiagonal_extremes": lambda: (random_tensor(3, 5), random_tensor(3, 5, seed=1), torch.tensor([5, 1, 3])),
+    "symmetric_extremes": lambda: (random_tensor(3, 5, 5) + random_tensor(3, 5, 5).mT,),
+}

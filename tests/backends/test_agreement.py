@@ -1,0 +1,255 @@
+"""Every backend agrees with the reference: every operation, the products of rows, convolutions and EdgeConv in full.
+
+`test_agreement_entries.py` has the operations that work entry by entry, `test_agreement_lanczos.py` those of Lanczos.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from s3d_fast.backends import operations
+from s3d_fast.backends.interface import Backend
+from s3d_fast.maths.incoming import incoming_edges
+from s3d_fast.maths.reference import ConvGeometry
+from tests.backends.agreement import (
+    CHANGED,
+    EXAMPLES,
+    Definitions,
+    PublicOperations,
+    assert_agrees,
+    assert_unchanged,
+)
+from tests.cases import (
+    CONVS,
+    DTYPES,
+    LAYOUTS,
+    PAIRWISE_EDGES,
+    PAIRWISE_ROWS,
+    ConvCase,
+    EdgeCase,
+    RowsCase,
+    compute_dtype,
+    embedded,
+    laid_out,
+    random_tensor,
+    relative_error,
+)
+
+# The interpreter of Triton computes with masked entries too, which may overflow or be no numbers.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+# Where the matrices are small enough to be formed.
+SMALL_ROWS = [case for case in PAIRWISE_ROWS if case.M * case.D**2 <= 500_000]
+LAYERS_PER_CALL = 10
+
+plain_and_bias = pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+
+
+def operation_of(example: str) -> str:
+    return example.partition(":")[0]
+
+
+def test_every_operation_of_the_interface_has_an_example_and_a_definition() -> None:
+    abstract = {name for name in Backend.__abstractmethods__ if not name.startswith("why_not")}
+    assert abstract == set(map(operation_of, EXAMPLES))
+    assert abstract == {name for name, _ in inspect.getmembers(Definitions, inspect.isfunction)}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_operation_agrees_in_every_layout(backend: Backend, example: str, layout: str) -> None:
+    name = operation_of(example)
+    if (name, layout) == ("symmetric_extremes", "broadcast-last"):
+        pytest.skip("a matrix of equal columns is not symmetric")
+    buffers: list[Tensor] = []
+
+    def lay_out(tensor: Tensor) -> Tensor:
+        if layout not in ("stepped", "offset"):
+            return laid_out(tensor, layout)
+        view, buffer = embedded(tensor, layout)
+        buffers.append(buffer)
+        return view
+
+    changed = {0} if example.endswith("inplace") else CHANGED.get(name, set())
+    arguments = [
+        argument if place in changed else tree_map_only(Tensor, lay_out, argument)
+        for place, argument in enumerate(EXAMPLES[example]())
+    ]
+    if example == "edgeconv_matvec:incoming":
+        arguments[5] = incoming_edges(arguments[1])
+    before = [buffer.clone() for buffer in buffers]
+    assert_agrees(backend, name, *arguments)
+    # What surrounds the arguments is NaN: had it been used, the result would be so too.
+    assert_unchanged(buffers, before, "what surrounds an argument")
+
+
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if hasattr(operations, operation_of(name))])
+@pytest.mark.parametrize("name", ["auto", "reference", "cpu", "triton"])
+def test_public_operations_hand_on_all_their_arguments(name: str, example: str) -> None:
+    assert_agrees(PublicOperations(name), operation_of(example), *EXAMPLES[example]())
+
+
+@pytest.mark.parametrize("case", PAIRWISE_ROWS, ids=str)
+def test_matvec(backend: Backend, case: RowsCase) -> None:
+    assert_agrees(backend, "splitting_matvec", *case.tensors(), case.vectors(), case.bias)
+
+
+@pytest.mark.parametrize("first", range(0, len(PAIRWISE_ROWS), LAYERS_PER_CALL), ids="from-case-{}".format)
+def test_matvec_of_layers_of_unequal_sizes_and_dtypes(backend: Backend, first: int) -> None:
+    cases = PAIRWISE_ROWS[first : first + LAYERS_PER_CALL]
+    assert len({case.dtype for case in cases}) > 1
+    X, C = map(list, zip(*(case.tensors() for case in cases), strict=True))
+    V, bias = [case.vectors() for case in cases], [case.bias for case in cases]
+    assert_agrees(backend, "splitting_matvec_grouped", X, C, V, bias)
+
+
+def test_matvec_of_no_layers_and_of_one(backend: Backend) -> None:
+    assert backend.splitting_matvec_grouped([], [], [], []) == []
+    case = RowsCase(70, 17, 6, bias=True)
+    assert_agrees(backend, "splitting_matvec_grouped", *([tensor] for tensor in (*case.tensors(), case.vectors())), [1])
+
+
+@pytest.mark.parametrize("case", SMALL_ROWS, ids=str)
+def test_dense_matrices(backend: Backend, case: RowsCase) -> None:
+    X, C = case.tensors()
+    S = assert_agrees(backend, "splitting_matrices", X, C, case.bias)
+    if backend.uses_symmetry:
+        assert torch.equal(S, S.mT)
+
+
+@pytest.mark.parametrize("case", SMALL_ROWS[::3], ids=str)
+def test_dense_matrices_are_added_to_what_is_there(backend: Backend, case: RowsCase) -> None:
+    whole = torch.full((case.M + 4, case.width, case.width), torch.nan, dtype=compute_dtype(case.dtype))
+    S = whole[2:-2]
+    # Not a symmetric matrix, which would hide an exchange of the two triangles.
+    S.copy_(random_tensor(*S.shape, seed=4))
+    assert_agrees(backend, "add_splitting_matrices", S, *case.tensors(), case.bias, -0.3)
+    assert whole[:2].isnan().all()
+    assert whole[-2:].isnan().all()
+
+
+@pytest.mark.parametrize("case", CONVS, ids=str)
+@pytest.mark.parametrize("K", [0, 2], ids=["one", "K2"])
+def test_convolution(backend: Backend, case: ConvCase, K: int) -> None:
+    V = random_tensor(*[K] * (K > 0), case.M, case.width, dtype=compute_dtype(case.dtype))
+    geometry = ConvGeometry(case.k, case.s, case.p, case.d)
+    assert_agrees(backend, "conv_matvec", *case.tensors(), V, geometry, case.bias)
+
+
+@pytest.mark.parametrize("case", PAIRWISE_EDGES, ids=str)
+def test_edgeconv(backend: Backend, case: EdgeCase) -> None:
+    X, winner, C = case.won()
+    incoming = incoming_edges(winner) if case.B == 2 else None
+    assert_agrees(backend, "edgeconv_matvec", X, winner, C, case.vectors(), case.bias, incoming)
+
+
+def test_edgeconv_where_one_point_wins_everywhere(backend: Backend) -> None:
+    # At last the filters disagree, and so do the clouds.
+    different = (torch.arange(6) * 7 + torch.arange(2)[:, None, None]).expand(2, 37, 6) % 37
+    winners = [*(torch.full((2, 37, 6), point) for point in (0, 17, 36)), different.contiguous()]
+    for winner, dtype in zip(winners, DTYPES, strict=True):
+        case = EdgeCase(2, 37, 5, 4, 6, dtype, bias=True, K=2)
+        X, _, C = case.won()
+        assert_agrees(backend, "edgeconv_matvec", X, winner, C, case.vectors(), True, None, label=dtype)
+
+
+def test_edgeconv_where_every_point_wins_itself(backend: Backend) -> None:
+    for (B, P), dtype in zip([(1, 1), (5, 1), (3, 40), (2, 9)], DTYPES, strict=True):
+        case = EdgeCase(B, P, 5, 1, 6, dtype)
+        X, winner, C = case.won()
+        winner = torch.arange(P)[:, None].expand(winner.shape)
+        SV = assert_agrees(backend, "edgeconv_matvec", X, winner, C, case.vectors(), False, None, label=dtype)
+        # Such an edge is [0, x].
+        assert SV[:, :5].abs().max() < 1e-5 * SV.abs().max()
+
+
+@pytest.mark.parametrize("sign", ["negative", "zero-rows", "zero-columns", "zero"])
+def test_coefficients_of_any_sign(backend: Backend, sign: str) -> None:
+    for dtype in DTYPES[::2] if sign == "negative" else DTYPES[1::2]:
+        X, C = RowsCase(131, 19, 21, dtype).tensors()
+        C = {
+            "negative": -C.abs() - 0.1,
+            "zero-rows": C.index_fill(0, torch.arange(40, 110), 0),
+            "zero-columns": C.index_fill(1, torch.tensor(3), 0),
+            "zero": torch.zeros_like(C),
+        }[sign]
+        SV = assert_agrees(backend, "splitting_matvec", X, C, RowsCase(0, 19, 21, dtype).vectors(), False)
+        S = assert_agrees(backend, "splitting_matrices", X, C, False)
+        edges = EdgeCase(1, 131, 19, 4, 21, dtype)
+        cloud, winner, _ = edges.won()
+        edge_SV = assert_agrees(backend, "edgeconv_matvec", cloud, winner, C[None], edges.vectors(), False, None)
+        no_curvature = (C == 0).all(0)
+        assert not any(result[no_curvature].any() for result in (SV, S, edge_SV))
+
+
+@plain_and_bias
+@pytest.mark.parametrize("zero", ["N", "D", "M", "K"])
+def test_rows_with_a_size_of_zero(backend: Backend, zero: str, bias: bool) -> None:
+    N, D, M, K = (0 if name == zero else size for name, size in {"N": 5, "D": 3, "M": 4, "K": 2}.items())
+    X, C, V = random_tensor(N, D), random_tensor(N, M), random_tensor(K, M, D + bias)
+    assert_agrees(backend, "splitting_matvec", X, C, V, bias)
+    other = RowsCase(20, 5, 3, bias=bias)
+    layers = zip((X, C, V, bias), (*other.tensors(), other.vectors(), bias), strict=True)
+    assert_agrees(backend, "splitting_matvec_grouped", *map(list, layers))
+    assert_agrees(backend, "splitting_matrices", X, C, bias)
+    assert_agrees(backend, "add_splitting_matrices", random_tensor(M, D + bias, D + bias), X, C, bias, 2.0)
+
+
+@plain_and_bias
+@pytest.mark.parametrize("zero", ["B", "P", "F", "M", "K"])
+def test_clouds_with_a_size_of_zero(backend: Backend, zero: str, bias: bool) -> None:
+    sizes = {"B": 2, "P": 5, "F": 3, "M": 4, "K": 2}
+    B, P, F, M, K = (0 if name == zero else size for name, size in sizes.items())
+    X, C, V = random_tensor(B, P, F), random_tensor(B, P, M), random_tensor(K, M, 2 * F + bias)
+    assert_agrees(backend, "edgeconv_matvec", X, torch.zeros(B, P, M, dtype=torch.int64), C, V, bias, None)
+
+
+@plain_and_bias
+@pytest.mark.parametrize(("B", "M"), [(0, 3), (2, 0)], ids=["no-images", "no-filters"])
+def test_convolutions_with_a_size_of_zero(backend: Backend, B: int, M: int, bias: bool) -> None:
+    X, C, V = random_tensor(B, 2, 5, 5), random_tensor(B, M, 3, 3), random_tensor(2, M, 18 + bias)
+    assert_agrees(backend, "conv_matvec", X, C, V, ConvGeometry((3, 3)), bias)
+
+
+layouts, flags, stored_dtypes, vectors = (
+    st.sampled_from(LAYOUTS),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.integers(0, 3),
+)
+small = settings(deadline=None, max_examples=40, derandomize=True)
+
+
+@given(st.integers(0, 210), st.integers(1, 40), st.integers(1, 40), stored_dtypes, flags, vectors, *[layouts] * 3)
+@small
+def test_rows_of_any_shape_and_layout(
+    backend: Backend, N: int, D: int, M: int, dtype: torch.dtype, bias: bool, K: int, x: str, c: str, v: str
+) -> None:
+    case = RowsCase(N, D, M, dtype, bias, K)
+    X, C = case.tensors()
+    X, C, V = laid_out(X, x), laid_out(C, c), laid_out(case.vectors(), v)
+    SV = assert_agrees(backend, "splitting_matvec", X, C, V, bias)
+    (grouped,) = assert_agrees(backend, "splitting_matvec_grouped", [X], [C], [V], [bias])
+    assert relative_error(grouped, SV) < 1e-5
+    assert_agrees(backend, "splitting_matrices", X, C, bias)
+
+
+@given(
+    *(st.integers(1, 3), st.integers(1, 120), st.integers(1, 20), st.integers(1, 40)),
+    *(stored_dtypes, flags, vectors, st.lists(layouts, min_size=4, max_size=4)),
+)
+@small
+def test_clouds_of_any_shape_and_layout(
+    backend: Backend, B: int, P: int, F: int, M: int, dtype: torch.dtype, bias: bool, K: int, chosen: list[str]
+) -> None:
+    case = EdgeCase(B, P, F, min(P, 5), M, dtype, bias, K)
+    tensors: list[Any] = [laid_out(x, layout) for x, layout in zip((*case.won(), case.vectors()), chosen, strict=True)]
+    assert_agrees(backend, "edgeconv_matvec", *tensors, bias, None)
