@@ -1,8 +1,8 @@
-"""What the tests of the Triton kernels share: memory that holds NaN at first, GPUs that are not there, and launches."""
+"""What the tests of the Triton kernels share: GPUs that are not there, launches, and checked products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,8 +16,7 @@ from s3d_fast.kernels import device, launch
 from s3d_fast.kernels.compiled import TARGETS
 from s3d_fast.kernels.device import Device
 from s3d_fast.maths import reference
-from tests.cases import DTYPE_NAMES, TOLERANCE, relative_error
-from tests.extension_cases import COMPUTE_DTYPES, DTYPES, doubles
+from tests.cases import COMPUTE_DTYPES, DTYPE_NAMES, DTYPES, TOLERANCE, doubles, relative_error
 
 Matvec = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -35,14 +34,6 @@ ARITHMETIC = {
     "tensor": [(torch.bfloat16, "highest"), (torch.float32, "high")],
     "widened": [(torch.float16, "highest")],
 }
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Let memory that is not initialised hold NaN, so that an entry left out is noticed."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, vendor: str) -> Device:

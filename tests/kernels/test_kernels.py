@@ -1,9 +1,11 @@
-"""S v of rows by the Triton kernels, in Triton's interpreter, against the reference in float64."""
+"""S v of rows by the Triton kernels: chunks, far offsets, precision, atomic sums, tuning and configurations.
+
+That they agree with the reference is in `tests/backends/test_agreement.py`.
+"""
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from itertools import cycle, product
 
@@ -16,8 +18,7 @@ from s3d_fast.kernels.launch import Config
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.maths import reference
-from tests.cases import TOLERANCE, RowsCase, random_vectors, relative_error
-from tests.extension_cases import DTYPES, LAYOUTS, VectorsCase, doubles, embedded, laid_out, random_tensor
+from tests.cases import DTYPES, TOLERANCE, RowsCase, doubles, random_vectors, relative_error
 from tests.kernel_cases import (
     ARITHMETIC,
     GPUS,
@@ -26,7 +27,6 @@ from tests.kernel_cases import (
     every_dtype,
     every_vendor,
     matvec,
-    poisoned,  # noqa: F401
     pretend,
     recorded,
     rounding_bound,
@@ -40,36 +40,6 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 KERNELS = {"fused": (pointwise, "fused_kernel"), "wide": (pointwise_wide, "accumulate_kernel")}
 
 
-def use_large_tiles(monkeypatch: pytest.MonkeyPatch, case: VectorsCase) -> None:
-    """Use few tiles, by whose number the interpreter's time goes."""
-    filters = launch.power_of_two(case.M * max(1, case.K), 16, 256)
-    large = Config(launch.power_of_two(case.N, 16, 256), filters, 256, 1, 1)
-    monkeypatch.setattr(pointwise, "configs", lambda *arguments: [replace(large, depth=arguments[3])])
-    monkeypatch.setattr(pointwise_wide, "configs", lambda *_: [(large, replace(large, rows=256, depth=large.rows))])
-    monkeypatch.setattr(pointwise_wide, "FEW_ROWS_CONFIG", large)
-
-
-@every_dtype
-@pytest.mark.parametrize("D", [1, 3, 16, 33, 64, 128, 200, 256, 300, 512])
-def test_the_product_agrees_with_the_reference_for_every_size(
-    D: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choice = random.Random(D).choice
-    for M, N, K in product([1, 7, 32, 65], [0, 1, 63, 500], [1, 2]):
-        # One vector per filter comes with and without the leading dimension.
-        case = VectorsCase(N, D, M, dtype, choice([False, True]), choice([0, 1]) if K == 1 else K)
-        use_large_tiles(monkeypatch, case)
-        assert_matvec(*case.tensors(), case.vectors(), case.bias, case)
-
-
-@every_dtype
-def test_the_product_agrees_with_the_reference_in_the_tiles_that_are_used(dtype: torch.dtype) -> None:
-    for sizes in ((300, 33, 65, 2), (63, 300, 3, 1), (64, 257, 17, 0), (65, 257, 17, 0), (140, 280, 70, 1)):
-        N, D, M, K = sizes
-        case = VectorsCase(N, D, M, dtype, D % 2 == 1, K)
-        assert_matvec(*case.tensors(), case.vectors(), case.bias, case)
-
-
 @every_dtype
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_the_wide_kernels_agree_with_the_reference_in_several_chunks_of_rows(
@@ -77,7 +47,7 @@ def test_the_wide_kernels_agree_with_the_reference_in_several_chunks_of_rows(
 ) -> None:
     launches = recorded(monkeypatch, pointwise_wide, "project_kernel")
     for D, M, K in ((1, 1, 0), (3, 65, 1), (33, 7, 2), (130, 5, 2)):
-        case = VectorsCase(300, D, M, dtype, bias, K)
+        case = RowsCase(300, D, M, dtype, bias, K)
         launches.clear()
         with triton_options(scratch_bytes=1):
             assert_matvec(*case.tensors(), case.vectors(), bias, case, FAMILIES["wide"])
@@ -92,24 +62,6 @@ def test_the_wide_kernels_store_no_more_than_they_may(dtype: torch.dtype, monkey
         with triton_options(scratch_bytes=scratch_bytes):
             assert_matvec(X, C, random_vectors(2, 5, 9, dtype=dtype), call=FAMILIES["wide"])
         assert max(entry.arguments[3].nbytes for entry in launches) <= scratch_bytes
-
-
-@pytest.mark.parametrize("sizes", [(5, 0, 3, 2), (5, 4, 3, 0), (0, 4, 3, 2), (5, 4, 0, 2), (5, 0, 300, 2)], ids=str)
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_sizes_of_zero_are_allowed(sizes: tuple[int, int, int, int], bias: bool) -> None:
-    N, M, D, K = sizes
-    assert_matvec(random_tensor(N, D), random_tensor(N, M), random_tensor(K, M, D + bias), bias)
-
-
-@every_family
-def test_every_layout_agrees_with_the_reference(family: str) -> None:
-    dtypes, v_layouts = cycle(DTYPES), cycle(LAYOUTS[::-1] + LAYOUTS[:1])
-    for x_layout, c_layout in product(LAYOUTS, LAYOUTS):
-        case = VectorsCase(70, 20, 9, next(dtypes), bias=x_layout == c_layout, K=2)
-        v_layout = next(v_layouts)
-        X, C = case.tensors()
-        tensors = (laid_out(X, x_layout), laid_out(C, c_layout), laid_out(case.vectors(), v_layout))
-        assert_matvec(*tensors, case.bias, (case, x_layout, c_layout, v_layout), FAMILIES[family])
 
 
 @every_family
@@ -136,29 +88,6 @@ def test_offsets_are_far_from_where_they_leave_32_bits() -> None:
     assert launch.is_far((128, 64), (2**24, 1))
     assert launch.is_far((128, 64), (1, 2**25))
     assert launch.is_far((1, 1), (2**31, 1))
-
-
-@every_family
-@every_dtype
-def test_what_surrounds_the_inputs_is_neither_used_nor_changed(family: str, dtype: torch.dtype) -> None:
-    case = VectorsCase(130, 20, 9, dtype, bias=True, K=2)
-    for layout in ("offset", "stepped"):
-        views, buffers = zip(*(embedded(x, layout) for x in (*case.tensors(), case.vectors())), strict=True)
-        before = [buffer.clone() for buffer in buffers]
-        assert_matvec(*views, True, layout, FAMILIES[family])
-        for buffer, old in zip(buffers, before, strict=True):
-            torch.testing.assert_close(buffer, old, rtol=0, atol=0, equal_nan=True)
-
-
-@every_family
-@every_dtype
-def test_coefficients_may_be_negative_and_zero(family: str, dtype: torch.dtype) -> None:
-    X, C = RowsCase(131, 19, 6, dtype).tensors()
-    V = random_vectors(6, 19, dtype=dtype)
-    assert_matvec(X, -C.abs() - 0.1, V, call=FAMILIES[family])
-    C[:, 2] = 0
-    assert not assert_matvec(X, C, V, call=FAMILIES[family])[2].any()
-    assert not assert_matvec(X, torch.zeros_like(C), V, call=FAMILIES[family]).any()
 
 
 @every_family
@@ -234,7 +163,7 @@ def test_rows_shared_out_over_programs_give_the_same_bits_every_time(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = recorded(monkeypatch, *KERNELS[family])
-    case = VectorsCase(1040, 17, 5, dtype, bias=True, K=2)
+    case = RowsCase(1040, 17, 5, dtype, bias=True, K=2)
     X, C, V = *case.tensors(), case.vectors()
     first = assert_matvec(X, C, V, True, call=FAMILIES[family])
     assert launches[0].grid[-1] > 1
@@ -247,7 +176,7 @@ def test_atomic_sums_agree_with_the_reference(family: str, dtype: torch.dtype, m
     launches = recorded(monkeypatch, pointwise, "fused_kernel")
     with triton_options(atomic=True):
         for N in (40, 1040):
-            case = VectorsCase(N, 17, 5, dtype, bias=True, K=2)
+            case = RowsCase(N, 17, 5, dtype, bias=True, K=2)
             assert_matvec(*case.tensors(), case.vectors(), True, case, FAMILIES[family])
     assert [entry.constants["ATOMIC"] for entry in launches] == [False, True] * (family == "fused")
 
@@ -304,7 +233,7 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
             (dtype, precision), bias = next(dtypes), next(biases)
             config = Config(rows, filters, width, warps, stages)
             monkeypatch.setattr(pointwise, "configs", lambda *_, config=config: [config])
-            case = VectorsCase(4 * rows + 3, width - 5 * bias, filters // 4 + 1, dtype, bias, K=2)
+            case = RowsCase(4 * rows + 3, width - 5 * bias, filters // 4 + 1, dtype, bias, K=2)
             with triton_options(precision=precision):
                 assert_matvec(*case.tensors(), case.vectors(), bias, (case, config))
 
@@ -321,7 +250,7 @@ def test_every_configuration_of_the_wide_kernels_for_a_gpu_agrees_with_the_refer
         monkeypatch.setattr(pointwise_wide, "configs", lambda *_, pair=pair: [pair])
         for dtype, precision in ARITHMETIC[arithmetic]:
             bias = next(biases)
-            case = VectorsCase(140, 140, 9, dtype, bias, K=2)
+            case = RowsCase(140, 140, 9, dtype, bias, K=2)
             with triton_options(precision=precision, scratch_bytes=1):
                 assert_matvec(*case.tensors(), case.vectors(), bias, (case, pair), FAMILIES["wide"])
 
@@ -351,7 +280,7 @@ def test_the_configurations_that_a_gpu_would_use_agree_with_the_reference(
     vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, vendor)
-    for case in (VectorsCase(70, 20, 9, dtype, True), VectorsCase(50, 256, 16, dtype), VectorsCase(20, 260, 3, dtype)):
+    for case in (RowsCase(70, 20, 9, dtype, True), RowsCase(50, 256, 16, dtype), RowsCase(20, 260, 3, dtype)):
         assert_matvec(*case.tensors(), case.vectors(), case.bias, case)
 
 
@@ -360,7 +289,7 @@ def test_a_gpu_without_tf32_agrees_with_the_reference(precision: str, monkeypatc
     pretend(monkeypatch, "amd")
     monkeypatch.setattr(device, "INTERPRETER", replace(GPUS["amd"], has_tf32=False))
     for dtype, D in product(DTYPES, [20, 260]):
-        case = VectorsCase(30, D, 5, dtype, bias=True)
+        case = RowsCase(30, D, 5, dtype, bias=True)
         X, C, V = *case.tensors(), case.vectors()
         with triton_options(precision=precision):
             SV = assert_matvec(X, C, V, True, case)

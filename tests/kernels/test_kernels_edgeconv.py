@@ -1,9 +1,11 @@
-"""S v of EdgeConv layers by the Triton kernels, in Triton's interpreter, against the reference in float64."""
+"""S v of EdgeConv layers by the Triton kernels: atomic sums, precision, far offsets, tuning and configurations.
+
+That they agree with the reference is in `tests/backends/test_agreement.py`.
+"""
 
 from __future__ import annotations
 
-import random
-from itertools import cycle, islice, product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -11,18 +13,18 @@ from torch import Tensor
 
 from s3d_fast import EdgeConvOperator
 from s3d_fast.backends import operations
+from s3d_fast.backends.choice import choose
 from s3d_fast.kernels import edgeconv, launch
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import Incoming, incoming_edges
-from tests.cases import TOLERANCE, EdgeCase, random_vectors, relative_error
-from tests.extension_cases import DTYPES, LAYOUTS, doubles, embedded, laid_out, random_tensor
+from tests.backends.agreement import assert_agrees
+from tests.cases import DTYPES, PAIRWISE_EDGES, TOLERANCE, EdgeCase, doubles, random_tensor, relative_error
 from tests.kernel_cases import (
     ARITHMETIC,
     every_dtype,
     every_vendor,
-    poisoned,  # noqa: F401
     pretend,
     recorded,
 )
@@ -33,11 +35,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 every_way = pytest.mark.parametrize("atomic", [False, True], ids=["ordered", "atomic"])
 
 
-def tensors_of(case: EdgeCase, K: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return X, winner, C and V; K = 0 stands for one vector without the leading dimension."""
-    X, neighbours, slot, C = case.tensors()
-    V = random_vectors(*[K] * (K > 0), case.M, 2 * case.F + case.bias, dtype=case.dtype)
-    return X, neighbours.gather(2, slot), C, V
+def tensors_of(case: EdgeCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return X, winner, C and V."""
+    return (*case.won(), case.vectors())
 
 
 def assert_product(
@@ -50,73 +50,30 @@ def assert_product(
     incoming: Incoming | None = None,
 ) -> Tensor:
     """Check S v against the reference in float64, and that the arguments stay as they were; return it."""
-    arguments = (X, winner, C, V, *(incoming or ()))
-    before = [tensor.clone() for tensor in arguments]
-    SV = operations.edgeconv_matvec(X, winner, C, V, bias=bias, backend="triton", incoming=incoming)
-    assert (SV.shape, SV.dtype) == (V.shape, V.dtype), label
-    error = relative_error(SV, reference.edgeconv_matvec(X.double(), winner, *doubles(C, V), bias))
-    assert error < TOLERANCE[X.dtype], f"{label}: error {error}"
-    assert all(map(torch.equal, arguments, before)), f"{label}: an argument was changed"
-    return SV
+    return assert_agrees(choose("triton"), "edgeconv_matvec", X, winner, C, V, bias, incoming, label=label)
 
 
-@every_dtype
-@pytest.mark.parametrize("F", [1, 3, 64, 65, 130])
-def test_the_product_agrees_with_the_reference_for_every_size(F: int, dtype: torch.dtype) -> None:
-    choice, sizes = random.Random(f"{F} {dtype}").choice, islice(cycle([1, 5, 20]), DTYPES.index(dtype), None)
-    for K, M in product([1, 2], [1, 7, 33]):
-        k, bias, atomic = next(sizes), choice([False, True]), choice([False, True])
-        case = EdgeCase(choice([1, 3]), max(k, choice([1, 9, 23])), F, k, M, dtype, bias)
-        X, winner, C, V = tensors_of(case, choice([0, 1]) if K == 1 else K)
-        incoming = choice([None, incoming_edges(winner)])
-        with triton_options(atomic=atomic):
-            assert_product(X, winner, C, V, bias, (case, K, atomic, incoming is None), incoming)
-        # The sizes of neighbourhoods meet every number of filters.
-        if M == 33:
-            next(sizes)
+@pytest.mark.parametrize("case", [case for case in PAIRWISE_EDGES if case.F < 100][::3], ids=str)
+def test_atomic_sums_agree_with_the_reference(case: EdgeCase) -> None:
+    with triton_options(atomic=True):
+        assert_product(*tensors_of(case), case.bias)
 
 
-@every_dtype
-@every_way
-def test_every_point_may_have_the_same_winner(dtype: torch.dtype, atomic: bool) -> None:
-    case = EdgeCase(2, 37, 5, 4, 6, dtype, bias=True)
-    X, winner, C, V = tensors_of(case, K=2)
-    with triton_options(atomic=atomic):
-        for point in (0, 17, 36):
-            assert_product(X, torch.full_like(winner, point), C, V, True, point)
-        # The filters disagree, and so do the clouds.
-        winner = (torch.arange(6) * 7 + torch.arange(2)[:, None, None]).expand(2, 37, 6) % 37
-        assert_product(X, winner.contiguous(), C, V, True)
+def test_atomic_sums_agree_where_one_point_wins_everywhere_and_where_each_wins_itself() -> None:
+    case = EdgeCase(2, 37, 5, 4, 6, bias=True, K=2)
+    X, winner, C, V = tensors_of(case)
+    with triton_options(atomic=True):
+        for winners in (torch.full_like(winner, 17), torch.arange(37)[:, None].expand(winner.shape)):
+            assert_product(X, winners, C, V, True)
 
 
-@every_dtype
-@every_way
-def test_every_point_may_be_its_own_winner(dtype: torch.dtype, atomic: bool) -> None:
-    for B, P in ((1, 1), (5, 1), (3, 40)):
-        X, winner, C, V = tensors_of(EdgeCase(B, P, 5, 1, 6, dtype))
-        with triton_options(atomic=atomic):
-            SV = assert_product(X, torch.arange(P)[:, None].expand(winner.shape), C, V, label=(B, P))
-        # Such an edge is [0, x].
-        assert SV[:, :5].abs().max() < TOLERANCE[dtype] * SV.abs().max()
-
-
-@every_way
-@pytest.mark.parametrize("sizes", [(0, 5, 3, 4, 2), (2, 0, 3, 4, 2), (2, 5, 0, 4, 2), (2, 5, 3, 0, 2), (2, 5, 3, 4, 0)])
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_sizes_of_zero_are_allowed(sizes: tuple[int, ...], bias: bool, atomic: bool) -> None:
-    B, P, F, M, K = sizes
+@pytest.mark.parametrize("zero", ["B", "P", "F", "M", "K"])
+def test_atomic_sums_of_sizes_of_zero_are_zero(zero: str) -> None:
+    sizes = {"B": 2, "P": 5, "F": 3, "M": 4, "K": 2}
+    B, P, F, M, K = (0 if name == zero else size for name, size in sizes.items())
     winner = torch.zeros(B, P, M, dtype=torch.int64)
-    with triton_options(atomic=atomic):
-        assert_product(random_tensor(B, P, F), winner, random_tensor(B, P, M), random_tensor(K, M, 2 * F + bias), bias)
-
-
-def test_every_layout_agrees_with_the_reference() -> None:
-    dtypes, others, flags = cycle(DTYPES), cycle(LAYOUTS[::-1] + LAYOUTS[:1]), cycle([False, True])
-    for x_layout, c_layout in product(LAYOUTS, LAYOUTS):
-        layouts = (x_layout, next(others), c_layout, next(others))
-        case = EdgeCase(2, 13, 6, 4, 5, next(dtypes), next(flags))
-        laid = [laid_out(tensor, layout) for tensor, layout in zip(tensors_of(case, 2), layouts, strict=True)]
-        assert_product(*laid, case.bias, (case, layouts))
+    with triton_options(atomic=True):
+        assert_product(random_tensor(B, P, F), winner, random_tensor(B, P, M), random_tensor(K, M, 2 * F + 1), True)
 
 
 @every_way
@@ -126,28 +83,6 @@ def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(atomic: bool) ->
         far = [torch.zeros(2**24 + 4, dtype=torch.float16).as_strided((1, 2, 2), strides).copy_(x) for x in (X, C)]
         with triton_options(atomic=atomic):
             assert_product(far[0], winner, far[1], V, label=strides)
-
-
-@every_dtype
-@every_way
-def test_what_surrounds_the_inputs_is_neither_used_nor_changed(dtype: torch.dtype, atomic: bool) -> None:
-    case = EdgeCase(2, 13, 6, 4, 5, dtype, bias=True)
-    for layout in ("offset", "stepped"):
-        views, buffers = zip(*(embedded(tensor, layout) for tensor in tensors_of(case)), strict=True)
-        before = [buffer.clone() for buffer in buffers]
-        with triton_options(atomic=atomic):
-            assert_product(*views, True, layout)
-        for buffer, old in zip(buffers, before, strict=True):
-            torch.testing.assert_close(buffer, old, rtol=0, atol=0, equal_nan=True)
-
-
-@every_dtype
-def test_coefficients_may_be_negative_and_zero(dtype: torch.dtype) -> None:
-    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5, dtype))
-    assert_product(X, winner, -C.abs() - 0.1, V)
-    C[..., 2] = 0
-    assert not assert_product(X, winner, C, V)[2].any()
-    assert not assert_product(X, winner, torch.zeros_like(C), V).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=["fp64", "fp32", "bf16"])
@@ -196,7 +131,7 @@ def test_points_shared_out_over_programs_give_the_same_bits_every_time(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = recorded(monkeypatch, edgeconv, "edge_sums_kernel")
-    X, winner, C, V = tensors_of(EdgeCase(5, 209, 5, 4, 6, dtype, bias=True), K=2)
+    X, winner, C, V = tensors_of(EdgeCase(5, 209, 5, 4, 6, dtype, bias=True, K=2))
     first = assert_product(X, winner, C, V, True)
     assert launches[0].grid[-1] > 1
     again = assert_product(X, winner, C, V, True, incoming=incoming_edges(winner))
@@ -294,8 +229,8 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
     for pair in edgeconv.CONFIGS[vendor, arithmetic]:
         monkeypatch.setattr(edgeconv, "configs", lambda *_, pair=pair: [pair])
         for dtype, precision in ARITHMETIC[arithmetic]:
-            case = EdgeCase(2, 35, 66, 4, 17, dtype, next(flags))
-            X, winner, C, V = tensors_of(case, K=2)
+            case = EdgeCase(2, 35, 66, 4, 17, dtype, next(flags), K=2)
+            X, winner, C, V = tensors_of(case)
             with triton_options(precision=precision, atomic=next(flags)):
                 assert_product(X, winner, C, V, case.bias, (case, pair))
 

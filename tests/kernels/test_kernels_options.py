@@ -18,7 +18,8 @@ from s3d_fast.backends import choice, operations
 from s3d_fast.backends.choice import choose
 from s3d_fast.kernels.options import TritonOptions, current, triton_options
 from s3d_fast.maths.reference import Widening
-from tests.extension_cases import krylov_state, random_tensor
+from tests.backends.agreement import krylov_state
+from tests.cases import random_tensor
 
 # The interpreter computes with masked entries too, which may overflow or be no numbers.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
