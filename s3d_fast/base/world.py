@@ -38,7 +38,7 @@ class World:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The part of the data that this process reads: (rank, size)."""
+        """The shard of the data that this process reads: (rank, size)."""
         return self.rank, self.size
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Capture: one forward and backward pass per batch, from which the splitting operators of all units are made."""
+"""Capture: one forward and backward pass per batch gives the splitting operators of all units."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Captured(dict[str, SplittingOperator]):
     """The splitting operator of every captured unit, by name.
 
     Attributes:
-        loss: the average over the batches.
-        plan: what is kept of every unit, and where, if there was a budget.
-        stream: through which units are read again at every step, if any are.
+        loss: the average loss over the batches.
+        plan: what is kept of every unit, and where; None without a budget.
+        stream: reads units again at every step; None if all units are in memory.
     """
 
     loss: float = float("nan")
@@ -38,22 +38,22 @@ class Captured(dict[str, SplittingOperator]):
     stream: Stream | None = None
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that each unit's operator holds on to."""
+        """Return the bytes that each unit's operator holds in memory."""
         return {name: operator.nbytes for name, operator in self.items()}
 
     @property
     def nbytes(self) -> int:
-        """The bytes that all operators hold on to, the parts of a scratch file that are in memory included."""
+        """The bytes that all operators hold in memory, including the loaded parts of a scratch file."""
         return sum(self.memory().values()) + (0 if self.stream is None else self.stream.nbytes)
 
     def report(self) -> str:
-        """Return what was chosen, and what it has cost so far."""
+        """Return a text with the plan, and with what its passes over the data have cost so far."""
         if self.plan is None:
             return f"Everything is in memory: {byte_counts.as_text(self.nbytes)}."
         lines = [str(self.plan)]
         if self.stream is not None:
             passes = f"{self.stream.passes} passes over {self.stream.batches} batches"
-            lines.append(f"Until now: {passes}, {self.stream.seconds:.3g} s of waiting for them.")
+            lines.append(f"So far: {passes}, {self.stream.seconds:.3g} s of waiting for them.")
         return "\n".join(lines)
 
 
@@ -73,25 +73,26 @@ def capture(
     """Return the splitting operators of a model's units on some data, averaged over the batches.
 
     Every batch costs one forward pass and the part of a backward pass that reaches the units; no gradient of a
-    parameter is formed. The model is in eval mode meanwhile, and afterwards exactly as it was, also after an error:
+    parameter is formed. The model is in eval mode meanwhile. Afterwards it is exactly as before, even after an error:
     modes, gradients, buffers, hooks, random state.
 
     Args:
         model: the model that was traced.
         loss_fn: either `loss_fn(model, batch)`, which must call the model it is given; or `loss_fn(output, target)`,
-            where a batch is then a pair (input, target), the input a tensor or a tuple or list of arguments. Which one
-            it is, is told by the name of the first parameter: "model", "net", "network" or "module" mean the former.
-        batches: of equal size, since each counts the same.
-        graph: from `trace`, of the model as it is now.
+            where a batch is a pair (input, target) and the input is a tensor or a tuple or list of arguments. The name
+            of the first parameter decides: "model", "net", "network" or "module" mean the former.
+        batches: batches of equal size, since all have the same weight.
+        graph: the graph of the model as it is now, from `trace`.
         units: names of the units to capture; all by default.
-        dtype: in which rows and coefficients are kept: float32, float64 or bfloat16; by default as they come.
-        sharpness: of the softplus that stands in for kinks of activations; 3 by default.
-        memory_budget: the bytes, as a number or as a text such as "4GiB", that the operators may hold on to. Small
-            matrices are formed; of the other units rows and coefficients are kept as they come, in bfloat16, in a
-            scratch file, or not at all, whichever is the first that fits. `Captured.report()` says what was chosen.
-            The batches must then have a length, and be the same when they are iterated again.
-        scratch: the folder of the scratch file, by default the system's for temporary files, which on some machines is
-            memory itself; False: no such file.
+        dtype: the dtype in which rows and coefficients are kept: float32, float64 or bfloat16. By default they are kept
+            as they come.
+        sharpness: the sharpness of the softplus that stands in for kinks of activations; 3 by default.
+        memory_budget: the bytes that the operators may hold in memory, as a number or as a string such as "4GiB". Small
+            matrices are formed. The other units keep their rows and coefficients as they come, in bfloat16, in a
+            scratch file, or not at all: the first of these that fits. `Captured.report()` shows the choice. With a
+            budget, the batches must have a length, and be the same in every pass.
+        scratch: the folder of the scratch file, by default the system's folder for temporary files, which on some
+            machines is in memory. False forbids a scratch file.
         progress: show a bar over the batches.
 
     Raises:
@@ -141,20 +142,20 @@ def plan_capture(
     units: Sequence[str] | None = None,
     scratch: str | os.PathLike[str] | bool = True,
 ) -> CapturePlan:
-    """Return what `capture` would keep of so many batches like this one, where, and how long it is expected to take.
+    """Return the plan of a capture of `n_batches` batches like this one: what is kept, where, and the expected time.
 
-    It captures this one batch, with a loss that stands in for the real one, and measures. Print the plan to read it.
+    It captures this one batch, with a substitute for the loss, and measures time and memory. Print the plan to read it.
 
     Args:
         graph: from `trace`.
         batch: (input, target), as for `capture`, or the input alone.
-        n_batches: how many such batches there will be.
+        n_batches: the number of such batches.
         memory_budget: as for `capture`.
         units: names of the units to capture; all by default.
         scratch: as for `capture`.
 
     Raises:
-        ValueError: an unknown unit, a budget that is too small for one batch.
+        ValueError: an unknown unit, or a budget that is too small for one batch.
     """
     require.count("n_batches", n_batches)
     budget = None if memory_budget is None else byte_counts.as_bytes("memory_budget", memory_budget)
@@ -165,7 +166,7 @@ def plan_capture(
 
 
 class _Keeper:
-    """Keeps the operators of all batches as a plan says."""
+    """Keeps the operators of all batches according to a plan."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class _Keeper:
             self.stream = RecomputedStream(recapture, plan.batches)
 
     def keep(self, name: str, operator: SplittingOperator) -> None:
-        """Take an operator of one batch."""
+        """Keep the operator of a unit on one batch."""
         if self.plan is None:
             self.terms.setdefault(name, []).append(operator)
             return
@@ -204,13 +205,13 @@ class _Keeper:
         self.like.setdefault(name, shell(stored))
         common = operator.common_part()
         if common is not None:
-            # Added up in place: many small tensors between large ones would leave holes that nothing fits into.
+            # Added up in place: many small tensors between large ones would fragment the memory.
             self.common.setdefault(name, torch.zeros_like(common)).add_(common)
         if isinstance(self.stream, DiskStream):
             self.stream.append(name, stored)
 
     def operator(self, name: str, batches: int) -> SplittingOperator:
-        """Return the average over the batches."""
+        """Return the operator of a unit, averaged over the batches."""
         if name in self.sums:
             return DenseOperator(self.sums[name])
         if name in self.terms:
@@ -224,7 +225,7 @@ class _Keeper:
 
 
 def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[UnitOperators]]:
-    """Return what captures given units of all batches again, as long as the model is what it was."""
+    """Return a function that captures given units on all batches again; it raises if the model has changed."""
     state = [*capturer.model.parameters(), *capturer.model.buffers()]
     versions = [tensor._version for tensor in state]
 
@@ -245,15 +246,15 @@ def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Coll
 def _count(batches: Iterable[Any]) -> int:
     count = length_of(batches)
     if count is None or isinstance(batches, Iterator):
-        raise ValueError("batches must have a length and be iterable again where memory_budget is given, as a list is")
+        raise ValueError("batches must have a length and be iterable more than once with memory_budget, as a list is")
     return count
 
 
 @dataclass
 class _Measured:
-    """A batch that was captured in order to plan: what units need for it, how long it took, its loss.
+    """A batch that was captured in order to plan: the needs of its units, the seconds it took, its loss.
 
-    Its operators are there if those of all batches like it fit into the budget as they come.
+    `operators` is empty unless the operators of all batches fit into the budget as they come.
     """
 
     needs: list[UnitNeed]
@@ -274,7 +275,7 @@ def _measured(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches
             needs.append(UnitNeed.of(name, operator, batches))
             operators[name] = operator
             if not fits_as_it_comes(needs, batches, budget):
-                # Of the units before this one too, once.
+                # Measure the units before this one too. Each is measured once: its operator is then dropped.
                 for index, need in enumerate(needs):
                     if need.name in operators:
                         needs[index] = replace(need, half_error=half_error(operators.pop(need.name)))

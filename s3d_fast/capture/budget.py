@@ -1,4 +1,4 @@
-"""What a capture will keep, where, and what that costs: decided before it begins."""
+"""The plan of a capture, made before it begins: what is kept, where, and what that costs."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ PLACES = {
     "disk": "rows and coefficients in a scratch file, read at every step",
     "recompute": "nothing: every step captures all batches again",
 }
-# The tolerance at which forming S is compared with Lanczos; that of the solver is not known yet.
+# The tolerance for comparing the cost of forming S with Lanczos. The solver's own is not known yet.
 TOL = 1e-2
-# Coefficients of both signs cancel, and what is left may be as small as their rounding errors: bfloat16 is used only
-# where products of the first batch change by no more than this.
+# Coefficients of both signs cancel, and the rest may be as small as their rounding errors. bfloat16 is therefore used
+# only if the products of the first batch change by at most this, relatively.
 HALF_TOLERANCE = 1e-3
-# A share of the disk is left free.
+# The share of the free disk space that a scratch file may take.
 DISK_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class UnitNeed:
-    """What the operator of a unit on one batch needs: bytes as they come, and seconds of a product."""
+    """What the operator of a unit on one batch needs: bytes, as it comes, and seconds per product."""
 
     name: str
     filters: int
     width: int  # D
     rows: int | None
-    evaluations: int  # of every filter: samples times positions
+    evaluations: int  # per filter: samples times positions
     nbytes: int
-    float_bytes: int  # of those, what bfloat16 would halve
-    half_error: float | None  # of a product in bfloat16, see `half_error`; None: not measured
+    float_bytes: int  # the part of nbytes that bfloat16 would halve
+    half_error: float | None  # the error of a product in bfloat16, see `half_error`; None if not measured
     wants_dense: bool
-    forming: float  # products that take as long as forming the matrices
-    seconds: float  # of a product
+    forming: float  # the number of products that take as long as forming the matrices
+    seconds: float  # per product
 
     @classmethod
     def of(cls, name: str, operator: SplittingOperator, batches: int) -> UnitNeed:
-        """Return the need of an operator, one of as many as there are batches; takes a product or two."""
+        """Return the need of an operator on one of `batches` batches; costs one or two products."""
         tensors = [value for value in vars(operator).values() if isinstance(value, torch.Tensor)]
         floats = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.float32)
         dense = operator.rows is not None and prefers_exact(operator, TOL, rows=operator.rows * batches)
         V = _test_vectors(operator)
         if operator.device.type != "cpu":
-            # Kernels of a GPU are compiled, and their options tried, at the first product.
+            # The first product on a GPU compiles the kernels and tunes their options.
             operator.matvec(V)
         began = time.perf_counter()
-        # Read, so that a GPU is done.
+        # Reading the result waits for a GPU.
         float(operator.matvec(V).sum())
         seconds = time.perf_counter() - began
         evaluations = operator.C.numel() // operator.shape[0]  # type: ignore[attr-defined]
@@ -79,21 +79,21 @@ class UnitNeed:
 
     @property
     def dense_bytes(self) -> int:
-        """The matrices of all filters, in float32."""
+        """The bytes of all filters' matrices in float32."""
         return 4 * self.filters * self.width**2
 
     @property
     def forming_seconds(self) -> float:
-        """How long adding the matrices of one batch up is expected to take."""
+        """The expected time of adding up the matrices of one batch."""
         return self.seconds * self.forming
 
     def stored_bytes(self, dtype: torch.dtype | None) -> int:
-        """The bytes of a batch in a dtype; None is as they come."""
+        """Return the bytes of a batch, stored in a dtype; None means as it comes."""
         return self.nbytes - (self.float_bytes // 2 if dtype is torch.bfloat16 else 0)
 
 
 def half_error(operator: SplittingOperator) -> float:
-    """Return how much a product changes with rows and coefficients in bfloat16, relative, of the worst filter."""
+    """Return the relative change of a product when rows and coefficients are bfloat16; the worst filter counts."""
     V = _test_vectors(operator)
     product = operator.matvec(V)
     change = (operator.stored_as(torch.bfloat16).matvec(V) - product).norm(dim=-1)
@@ -110,13 +110,13 @@ class CapturePlan:
     """What a capture keeps of every unit, and where.
 
     Attributes:
-        needs: of every unit on one batch.
-        places: of every unit, one of `PLACES`.
-        dtype: of what is stored; None is as it comes.
-        batches: how many.
-        budget: in bytes, or None.
-        batch_seconds: that the capture of a batch takes, by measurement.
-        part_bytes: of each of the two parts of a scratch file that are in memory at a time.
+        needs: the need of every unit on one batch.
+        places: the place of every unit, one of `PLACES`.
+        dtype: the dtype of stored rows and coefficients; None means as they come.
+        batches: the number of batches.
+        budget: the budget in bytes, or None.
+        batch_seconds: the measured time of capturing a batch.
+        part_bytes: the size of a part of the scratch file; two parts are in memory at a time.
     """
 
     needs: tuple[UnitNeed, ...]
@@ -129,19 +129,19 @@ class CapturePlan:
 
     @property
     def memory_bytes(self) -> int:
-        """What is kept in memory."""
+        """The bytes that are kept in memory."""
         dense = sum(need.dense_bytes for need in self._at("dense"))
         batch = sum(need.stored_bytes(self.dtype) for need in self._at("recompute"))
         return dense + self.batches * self._stored("memory") + 2 * self.part_bytes + batch
 
     @property
     def disk_bytes(self) -> int:
-        """What the scratch file holds."""
+        """The size of the scratch file."""
         return self.batches * self._stored("disk")
 
     @property
     def flops_per_step(self) -> int:
-        """The arithmetic of one product S v of all filters: 4 N D M, or 2 M D^2 where S was formed."""
+        """The flops of one product S v for all filters: 4 N D M, or 2 M D^2 where S is formed."""
         total = 0
         for need in self.needs:
             if self.places[need.name] == "dense":
@@ -152,20 +152,20 @@ class CapturePlan:
 
     @property
     def capture_seconds(self) -> float:
-        """How long the capture is expected to take, forming of matrices included."""
+        """The expected time of the capture, including forming matrices."""
         forming = sum(need.forming_seconds for need in self._at("dense"))
         return self.batches * (self.batch_seconds + forming)
 
     @property
     def step_seconds(self) -> float:
-        """How long one product of all filters is expected to take, reading from the disk not included."""
+        """The expected time of one product for all filters, excluding reads from the disk."""
         stored = sum(need.seconds for need in self.needs if self.places[need.name] != "dense")
         again = self.batch_seconds if any(place == "recompute" for place in self.places.values()) else 0.0
         return self.batches * (stored + again)
 
     @property
     def solve_seconds(self) -> float:
-        """How long all steps of the solver are expected to take, at a tolerance of 1e-2."""
+        """The expected time of all steps of the solver, at a tolerance of 1e-2."""
         steps = [expected_steps(need.width, TOL) for need in self.needs if self.places[need.name] != "dense"]
         return max(steps, default=0.0) * self.step_seconds
 
@@ -204,9 +204,10 @@ def decide(
     batch_seconds: float,
     scratch: str | os.PathLike[str] | bool = True,
 ) -> CapturePlan:
-    """Choose what is kept and where: in memory as it comes, in bfloat16, on disk, or computed again, in this order.
+    """Choose where rows are kept: the first that fits of memory as they come, memory in bfloat16, disk, not at all.
 
-    Matrices that are smaller than their rows, and cheaper to form than Lanczos would be, are formed.
+    Matrices that are smaller than their rows, and cheaper to form than Lanczos, are formed instead. Rows that are not
+    kept are computed again at every step.
 
     Raises:
         ValueError: not even one batch fits into the budget.
@@ -227,11 +228,11 @@ def decide(
         places = {name: "disk" if place == "memory" else place for name, place in places.items()}
         part = max(largest, min(left // 4, on_disk))
         return CapturePlan(tuple(needs), places, half, batches, budget, batch_seconds, part)
-    # Nothing is stored, and the operators of a batch are there as they come.
+    # Nothing is stored: the operators of one batch at a time are in memory, as they come.
     batch = sum(need.stored_bytes(None) for need in rest)
     if batch > left:
         raise ValueError(
-            f"memory_budget is too small: of {as_text(budget)}, {as_text(left)} are left for rows, and "
+            f"memory_budget is too small: {as_text(left)} of {as_text(budget)} are left for rows, but "
             f"one batch needs {as_text(batch)}; give a larger budget, or smaller batches"
         )
     places = {name: "recompute" if place == "memory" else place for name, place in places.items()}
@@ -239,7 +240,7 @@ def decide(
 
 
 def fits_as_it_comes(needs: Sequence[UnitNeed], batches: int, budget: int | None) -> bool:
-    """Return whether all that is not formed can be kept in memory as it comes; once False, more needs do not help."""
+    """Return whether all rows fit into memory as they come; once this is False, more needs cannot make it True."""
     if budget is None:
         return True
     formed, left = _formed(needs, batches, budget)
@@ -247,10 +248,10 @@ def fits_as_it_comes(needs: Sequence[UnitNeed], batches: int, budget: int | None
 
 
 def _formed(needs: Sequence[UnitNeed], batches: int, budget: int) -> tuple[set[str], int]:
-    """Return the units whose matrices are formed, and what is left of the budget."""
+    """Return the units whose matrices are formed, and the rest of the budget."""
     formed, left = set(), budget
     for need in sorted(needs, key=lambda need: need.dense_bytes):
-        # Of what is left, so that parts of the others have room.
+        # At most half of the rest, so that the other units have room for parts.
         if need.wants_dense and need.dense_bytes < batches * need.nbytes and need.dense_bytes <= left // 2:
             formed.add(need.name)
             left -= need.dense_bytes
@@ -258,10 +259,10 @@ def _formed(needs: Sequence[UnitNeed], batches: int, budget: int) -> tuple[set[s
 
 
 def free_bytes(scratch: str | os.PathLike[str] | bool) -> int:
-    """Return the free space where a scratch file would be, of which every process of the machine gets its part."""
+    """Return the disk space for a scratch file: the processes on the machine share the free space equally."""
     return shutil.disk_usage(scratch_folder(scratch)).free // local_processes()
 
 
 def scratch_folder(scratch: str | os.PathLike[str] | bool) -> str:
-    """Return the folder of scratch files: the one given, or the system's for temporary files."""
+    """Return the folder of scratch files: the one given, or the system's folder for temporary files."""
     return tempfile.gettempdir() if isinstance(scratch, bool) else os.fspath(scratch)

@@ -1,4 +1,4 @@
-"""BatchNorms in eval mode, folded into the convolutions before them: their passes through memory are saved."""
+"""BatchNorms in eval mode, folded into the convolutions before them: this saves a pass over memory for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def norm_scale(norm: nn.Module) -> Tensor:
 
 
 def foldable(module: fx.GraphModule) -> dict[str, str]:
-    """Return the convolutions, by their nodes' names, whose output goes through a BatchNorm alone: and the norms'."""
+    """Return the node name of every convolution that only a BatchNorm reads, with the node name of that BatchNorm."""
     modules = dict(module.named_modules())
     found = {}
     for node in module.graph.nodes:
@@ -28,7 +28,7 @@ def foldable(module: fx.GraphModule) -> dict[str, str]:
 
 
 def folded_convolution(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Return norm(conv(x)) of a BatchNorm in eval mode; weights get no gradient."""
+    """Return norm(conv(x)) for a BatchNorm in eval mode; weights get no gradient."""
     with torch.no_grad():
         scale = norm_scale(norm)
         shift = -norm.running_mean * scale  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""One batch: a forward and a backward pass, and the splitting operators that are made of what they left."""
+"""One batch: a forward and a backward pass, and the splitting operators made from their tensors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator
 
 
 class BatchCapture:
-    """Captures one batch at a time; the caller sees to it that the model is left as it was.
+    """Captures one batch at a time; the caller must restore the model, with `undisturbed`.
 
     Args:
         model: the model that was traced, in eval mode.
         loss_fn: as for `capture`.
-        graph: of the model.
-        sharpness: of the softplus that stands in for kinks of activations; None is the default.
+        graph: the graph of the model.
+        sharpness: the sharpness of the softplus that stands in for kinks of activations; None means the default.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class BatchCapture:
         keep: Callable[[str, SplittingOperator], object],
         dtype: torch.dtype | None = None,
     ) -> float:
-        """Hand the operators of one batch over, one after the other; return the loss."""
+        """Call `keep` with the name and operator of every unit on this batch, one by one; return the loss."""
         taps = _Taps(self.graph.module, units)
         with torch.enable_grad():
             loss = _evaluate(self.loss_fn, _stand_in(self.model, taps), taps, batch, index)
             gradients = _gradients(loss, taps, units, index)
             while gradients:
-                # The last first, and each given up before the next is made.
+                # From last to first; the tensors of each unit are freed before the next operator is made.
                 unit, g = units[len(gradients) - 1], gradients.pop()
                 act = activation(unit.activation, sharpness=self.sharpness)
                 keep(unit.name, _operator(self.model, taps, unit, act, g, dtype))
@@ -60,9 +60,9 @@ class BatchCapture:
 
 
 class _Taps(fx.Interpreter):
-    """Evaluates the traced model and keeps, for every unit, the layer's input and the activation's ends.
+    """Evaluates the traced model and keeps, for every unit, the layer's input and the activation's input and output.
 
-    The layer's output is kept where more than a BatchNorm stands between it and the activation.
+    It also keeps the layer's output if more than a BatchNorm stands between the layer and its activation.
     """
 
     def __init__(self, module: fx.GraphModule, units: Sequence[Unit]) -> None:
@@ -70,7 +70,7 @@ class _Taps(fx.Interpreter):
         self.producers = {unit.producer_node: unit.name for unit in units}
         self.direct = {unit.name: _is_direct(module, unit) for unit in units}
         self.activations = {unit.activation_node: unit.name for unit in units}
-        # Where more than a BatchNorm follows, the layer's own output is needed.
+        # A folded convolution has no output of its own, so units whose output is kept are not folded.
         needed = {unit.producer_node for unit in units if not self.direct[unit.name]}
         self.folds = {conv: norm for conv, norm in foldable(module).items() if conv not in needed}
         self.folded = set(self.folds.values())
@@ -85,7 +85,7 @@ class _Taps(fx.Interpreter):
         self.after: dict[str, Tensor] = {}
 
     def forget(self, unit: str) -> None:
-        """Give up what was kept for a unit."""
+        """Free the tensors kept for a unit."""
         for kept in (self.inputs, self.outputs, self.before, self.after):
             kept.pop(unit, None)
 
@@ -98,10 +98,10 @@ class _Taps(fx.Interpreter):
         if unit is not None:
             self.inputs[unit] = self.env[n.all_input_nodes[0]].detach()
         elif act_unit is not None:
-            source = n.all_input_nodes[0]
-            self.before[act_unit] = self.env[source]
+            argument = n.all_input_nodes[0]
+            self.before[act_unit] = self.env[argument]
             if fx_calls.is_inplace(n, self.submodules):
-                self.env[source] = self.env[source].clone()
+                self.env[argument] = self.env[argument].clone()
         if n.name in self.folds:
             conv, norm = (self.submodules[str(node.target)] for node in (n, next(iter(n.users))))
             result = folded_convolution(conv, norm, self.env[n.all_input_nodes[0]])
@@ -110,7 +110,7 @@ class _Taps(fx.Interpreter):
         else:
             result = super().run_node(n)
         if unit is not None:
-            # Where nothing before this layer requires a gradient, the units behind it still need one.
+            # The units behind this layer need a gradient even if nothing before it requires one.
             result = result if result.requires_grad else result.detach().requires_grad_()
             if not self.direct[unit]:
                 self.outputs[unit] = result
@@ -121,7 +121,7 @@ class _Taps(fx.Interpreter):
 
 
 def _is_direct(module: fx.GraphModule, unit: Unit) -> bool:
-    """Return whether nothing but a BatchNorm stands between the layer and its activation."""
+    """Return whether at most a BatchNorm stands between the layer and its activation."""
     nodes = {node.name: node for node in module.graph.nodes}
     before = nodes[unit.activation_node].all_input_nodes[0]
     if unit.norm is not None and before.op == "call_module" and before.target == unit.norm:
@@ -141,7 +141,7 @@ def _may_change(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def _stand_in(model: nn.Module, taps: _Taps) -> nn.Module:
-    """Return a shallow copy of the model, with all its parts, whose forward pass the taps evaluate."""
+    """Return a shallow copy of the model, with the same submodules, whose forward pass runs in the taps."""
     stand_in = copy.copy(model)
     signature = inspect.signature(model.forward)
 
@@ -170,12 +170,12 @@ def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> 
     ends = [taps.after[unit.name] for unit in units]
     if not loss.requires_grad:
         raise ValueError(f"the loss of batch {index} does not depend on the model's units")
-    # Where it is not needed any more, what was saved for the backward pass is given up on the way.
+    # Keep the autograd graph only if `_coefficients` needs it; otherwise this pass frees it.
     retain = not all(taps.direct.values())
     gradients = torch.autograd.grad(loss, ends, retain_graph=retain, allow_unused=True)
     found = []
     for unit, end, g in zip(units, ends, gradients, strict=True):
-        # A unit that the loss does not depend on has nothing to gain.
+        # The loss does not depend on this unit, so its gradient is zero.
         g = torch.zeros_like(end) if g is None else g
         try:
             require.finite("g", g)
@@ -213,9 +213,9 @@ def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g:
         scale = scale.repeat_interleave(z.shape[axis] // len(scale))
     if taps.direct[unit.name]:
         return unchecked_curvature(g, z, act, scale, axis)
-    # Every entry of the activation's input is z = s a + t of one entry of a: there may be transposition and a maximum
-    # over positions between them. The vector-Jacobian product from z to a brings g act''(z) s back to the layout of a,
-    # and multiplies it by s once more.
+    # Every entry of the activation's input is z = s a + t for one entry of a, perhaps after a transposition or a
+    # maximum over positions. The vector-Jacobian product from z to a brings g act''(z) s back to the layout of a, and
+    # multiplies it by s once more.
     curvature = unchecked_curvature(g, z, act, axis=axis)
     if scale is not None:
         curvature = curvature * scale.reshape(-1, *[1] * (z.dim() - 1 - axis))
@@ -242,8 +242,8 @@ def _conv_operator(module: nn.Conv2d, x: Tensor, C: Tensor, bias: bool) -> Split
         "dilation": module.dilation,
     }
     if x.shape[1] * module.kernel_size[0] * module.kernel_size[1] <= C.shape[1]:
-        # The patches take no more memory than C: the first layers of networks, with few channels and many positions,
-        # where products over patches are several times faster than a convolution and its weight gradient.
+        # The patches take no more memory than C. First layers are like this: few channels and many positions. There,
+        # products over patches are several times faster than a convolution and its weight gradient.
         patches = F.unfold(x, **geometry)
         return PointwiseOperator(
             patches.mT.flatten(0, 1).contiguous(), C.flatten(2).mT.flatten(0, 1).contiguous(), bias=bias

@@ -1,4 +1,4 @@
-"""Operators whose data are spread over processes: the products of all layers are summed by one all-reduce."""
+"""Operators whose data are spread over processes: one all-reduce sums the products of all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from s3d_fast.operators import Provider, SplittingOperator, dense_all, matvec_al
 
 
 class ShardedOperator(SplittingOperator):
-    """The splitting matrices of a unit's filters on the data of all processes, of which this one holds a part."""
+    """The splitting matrices of a unit's filters on the data of all processes; each process holds a part."""
 
     def __init__(
         self, local: SplittingOperator, provider: AllReduce, rows: int | None, common: Tensor | None = None
@@ -37,12 +37,12 @@ class ShardedOperator(SplittingOperator):
 
     @property
     def nbytes(self) -> int:
-        """The memory that this process's part holds on to."""
+        """The bytes that this process's part holds in memory."""
         return self.local.nbytes
 
 
 class AllReduce(Provider):
-    """Sums what the processes of a group have computed, each weighted by its share of the data."""
+    """Sums the results of all processes of a group, each weighted by its share of the data."""
 
     def __init__(self, share: float, group: dist.ProcessGroup | None = None) -> None:
         self.share, self.group = share, group
@@ -53,11 +53,11 @@ class AllReduce(Provider):
         return self.sum(matvec_all(_locals(operators), vectors, backend))
 
     def dense_all(self, operators: Sequence[SplittingOperator], backend: str) -> list[Tensor]:
-        # A layer at a time: all matrices together may be large.
+        # One layer at a time: all matrices together may be large.
         return [self.sum([matrices.clone()])[0] for matrices in dense_all(_locals(operators), backend)]
 
     def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weighted sums over the processes; one all-reduce for all tensors of a dtype."""
+        """Return the weighted sums over the processes, with one all-reduce per dtype."""
         results: list[Tensor] = [torch.empty(0)] * len(parts)
         for dtype in dict.fromkeys(part.dtype for part in parts):
             places = [place for place, part in enumerate(parts) if part.dtype == dtype]
@@ -69,16 +69,16 @@ class AllReduce(Provider):
 
 
 def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = None) -> Captured:
-    """Return the operators of the data of all processes, of which each has captured a part.
+    """Return operators on the data of all processes, each of which has captured a part.
 
-    Every process must call this, and afterwards the solver, with the units of the same model in the same order. Each
-    product of all layers is then summed by one all-reduce, so that all processes see the same numbers, bit for bit, and
-    take the same decisions.
+    Every process must call this, and afterwards the solver, with the units of the same model in the same order. One
+    all-reduce then sums each product of all layers. All processes get the same numbers, bit for bit, and make the same
+    decisions.
 
     Args:
-        captured: from this process's batches.
-        batches: how many those were; batches count the same, whichever process has them.
-        group: of processes; all by default.
+        captured: the operators on this process's batches.
+        batches: the number of these batches; all batches of all processes have the same weight.
+        group: the group of processes; all by default.
 
     Raises:
         ValueError: the processes have captured different units, or units of different shapes.
@@ -90,10 +90,10 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
     dist.all_gather_object(everyone, (shapes, batches, captured.loss, rows, set(parts)), group)
     for rank, (theirs, *_) in enumerate(everyone):
         if theirs != shapes:
-            raise ValueError(f"captured must hold the same units in every process, and that of rank {rank} differs")
+            raise ValueError(f"captured must hold the same units in every process, but rank {rank} has others")
     total = sum(count for _, count, *_ in everyone)
     provider = AllReduce(batches / total, group)
-    # One process may have formed the matrices of a unit whose rows another has.
+    # One process may have formed the matrices of a unit while another has kept its rows.
     shared = [name for name in captured if all(name in theirs for *_, theirs in everyone)]
     common = dict(zip(shared, provider.sum([parts[name] for name in shared]), strict=True))
     result = Captured()
@@ -107,7 +107,7 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
 
 
 def of_all_processes(captured: Captured, batches: int, world: World) -> Captured:
-    """Return `sharded` operators, or the ones given where there is one process."""
+    """Return `sharded` operators; with a single process, the given ones."""
     return captured if world.size == 1 else sharded(captured, batches)
 
 
