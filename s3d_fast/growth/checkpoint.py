@@ -31,14 +31,14 @@ def save_grown(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_grown(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Turn a freshly constructed model, of any widths, into the one that was saved; it then computes the same outputs.
+    """Give a newly constructed model, of any widths, the saved weights and sizes; it then computes the same outputs.
 
-    The model must have the same layers; its dtypes and devices stay. Changed parameters are new objects, so make the
+    The model must have the same layers; its dtypes and devices stay. Changed parameters are new objects, so create the
     optimizer afterwards.
 
     Raises:
-        ValueError: the file is not a grown network, its layers are not those of the model, or a layer does not let its
-            size be set. The model is unchanged, as it is after any other error.
+        ValueError: the file is not a grown network, its layers differ from the model's, or the size of a layer cannot
+            be set. The model is unchanged after this and any other error.
         OSError: the file cannot be read.
     """
     tensors, record = read(path)
@@ -51,8 +51,8 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
     if set(state) != set(tensors):
         missing, extra = sorted(set(state) - set(tensors)), sorted(set(tensors) - set(state))
         raise ValueError(
-            f"the file does not belong to this model: it lacks {missing[:3] or 'nothing'} and has "
-            f"{extra[:3] or 'nothing'} besides"
+            f"the file does not belong to this model: it lacks {missing[:3] or 'nothing'} and also "
+            f"has {extra[:3] or 'nothing'}"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     sizes = record.get("sizes", {})
@@ -60,7 +60,7 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
         raise ValueError("the file's sizes must be a mapping of layers to their sizes")
     for name, attributes in sizes.items():
         if name not in modules:
-            raise ValueError(f"the file has sizes for {name!r}, which the model does not have")
+            raise ValueError(f"the file has sizes for {name!r}, but the model has no such layer")
         for attribute, value in attributes.items():
             if attribute not in _size_attributes(modules[name]) or type(value) is not int or value < 1:
                 raise ValueError(f"the file has a bad size for {name!r}: {attribute} = {value!r}")
@@ -70,7 +70,7 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
         if tuple(tensor.shape) != wanted:
             raise ValueError(f"{name!r} must have shape {wanted} in this model, got {tuple(tensor.shape)} in the file")
 
-    # All that takes memory, or another device, comes before the first change.
+    # Allocate memory and copy to the devices before the first change: both can fail.
     loaded = {name: tensor.to(state[name].device, state[name].dtype) for name, tensor in tensors.items()}
     with AllOrNothing(modules.values()) as change:
         successors: dict[tuple[int, tuple[int, ...]], Tensor] = {}
@@ -87,14 +87,14 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
                 module._parameters[attribute] = successors.setdefault(key, new)
             else:
                 module._buffers[attribute] = successors.setdefault(key, new)
-        # Layers inside others come first: the size of a whole may be that of its part.
+        # Inner layers come first: the size of an outer layer may be a property that reads an inner one.
         for name, attributes in reversed(sizes.items()):
             for attribute, value in attributes.items():
                 set_size(modules[name], attribute, value)
 
 
 def _can_be_written(tensor: Tensor) -> bool:
-    """Return whether other values can be copied into a tensor: an expanded one has fewer places than entries."""
+    """Return whether values can be copied into a tensor: not if it is expanded or an inference tensor."""
     places = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.numel() == 0 or places >= tensor.numel()) and not tensor.is_inference()
 
@@ -128,7 +128,7 @@ def _wanted_shape(
         return shapes[attribute]
     custom = layers.custom_layer(module)
     if custom is not None and attribute in custom.per_channel:
-        # Such a module may have no size attribute: its tensors need to agree with one another.
+        # Without a size attribute, the tensors of the module only have to agree with one another.
         names = (f"{owner}.{name}" if owner else name for name in custom.per_channel)
         first = next(tensors[name] for name in names if name in tensors)
         channels = {size(name) for name in custom.size_attributes} or set(first.shape[:1])
@@ -162,13 +162,13 @@ def restore_optimizer(
     """Give a fresh optimizer the state that `optimizer_tensors` returned.
 
     Raises:
-        ValueError: the optimizer has other parameter groups.
+        ValueError: the parameter groups of the optimizer differ.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     mine = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if mine != [group["params"] for group in groups]:
-        raise ValueError("the optimizer has other parameter groups than the one that was saved")
+        raise ValueError("the parameter groups of the optimizer differ from the saved ones")
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved["options"].items():
             group[key] = tuple(value) if isinstance(value, list) else value
@@ -178,7 +178,7 @@ def restore_optimizer(
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-    """Write tensors and a JSON record to one file, whole or not at all, also if the machine stops meanwhile."""
+    """Write tensors and a JSON record to one file, atomically; see `write_whole`."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     write_whole(path, serialize(plain, metadata={"format": FORMAT, "record": json.dumps(record)}))
 
@@ -187,7 +187,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     """Return the tensors and the record of a file that `write` made.
 
     Raises:
-        ValueError: it is not such a file.
+        ValueError: the file is not one that `write` made.
     """
     try:
         with safe_open(os.fspath(path), framework="pt") as file:

@@ -32,10 +32,10 @@ Train = Callable[[nn.Module, torch.optim.Optimizer, int], object]
 class Grower:
     """Grow a model by alternating training and splitting.
 
-    Every phase starts from random states derived from `seed` and its number, so that a run that was interrupted and
-    resumed ends with the weights of one that was not (on a CPU, with the same number of threads, and with data whose
-    order depends on the global random state alone). An `EpochTrainer` is resumed after its last finished epoch, any
-    other function at the start of its phase.
+    Every phase starts from random states derived from `seed` and its number. A run that is interrupted and resumed
+    therefore ends with the same weights as an uninterrupted run (on a CPU, with the same number of threads, and with
+    data whose order depends on the global random state alone). An `EpochTrainer` resumes after its last finished epoch,
+    any other function at the start of its phase.
 
     The arguments fall into four groups: the network and its loss; training (`train` to `evaluate`); splitting (`eps` to
     `plan`); and the run (`out` to `progress`).
@@ -44,33 +44,33 @@ class Grower:
         model: the seed network; grown in place.
         example_input: as for `trace`.
         loss_fn: as for `capture`.
-        batches: a function that returns the batches to split on, of a given phase; or a list of batches. They are
-            iterated several times. All are kept in memory meanwhile, unless they come from an object that says
-            `same_every_pass = True`, has a length, and makes the same ones again at every pass.
+        batches: the batches to split on: a list, or a function that returns the batches of a given phase. They are
+            iterated several times and kept in memory meanwhile. An object that has a length and
+            `same_every_pass = True` is not kept: it must make the same batches at every pass.
         train: `train(model, optimizer, phase)`; an `EpochTrainer`, or a function of yours.
         optimizer: makes the optimizer from the model's parameters. Its state is carried through the splits, and its
-            learning rates are set back to their first values at the start of every phase.
-        phases: how often to train; there is a split between every two.
+            learning rates are reset to their first values at the start of every phase.
+        phases: the number of phases; there is a split between every two.
         eps: the size of a split.
         selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
             phase and the graph that returns them.
         solver: options for `extremal_eigenpairs`, such as dict(tol=1e-2).
-        memory_budget: the bytes that splitting operators may hold on to, as for `capture`.
+        memory_budget: the bytes that splitting operators may hold in memory, as for `capture`.
         units: names of the units that may be split; all by default.
-        plan: makes the split plan from the phase and the graph, in place of capture, eigenpairs and selection.
-        trained: the model is trained already: the first phase begins with its evaluation.
+        plan: makes the split plan from the phase and the graph; it replaces capture, eigenpairs and selection.
+        trained: whether the model is already trained; the first phase then begins with its evaluation.
         evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
-        after_phase: called with every phase when it is finished and saved.
-        out: a folder for checkpoints and the history, see `RunFolder`; without one nothing is written and nothing can
-            be resumed.
-        seed: of the random states.
-        world: the processes that run this together: `train` and `evaluate` see to their own parts, `batches` returns
-            this process's, and the first one writes the files.
+        after_phase: called with every phase after it is finished and saved.
+        out: a folder for checkpoints and the history, see `RunFolder`. Without a folder nothing is written, and the run
+            cannot be resumed.
+        seed: the seed of the random states.
+        world: the processes that run this together. In each, `train`, `evaluate` and `batches` must use this process's
+            part of the data. The first process writes the files.
         progress: show bars.
 
     Attributes:
-        history: a `Phase` for each phase that is finished.
-        phase: the one that is under way, or the last.
+        history: a `Phase` for each finished phase.
+        phase: the phase in progress, or the last one.
         stopped: why growth ended before the last phase, or None.
     """
 
@@ -111,9 +111,9 @@ class Grower:
         self.history: list[Phase] = []
         self.phase: Phase | None = None
         self.stopped: str | None = None
-        # A phase that a checkpoint found in the middle of its training, and the random state to go on with.
+        # A phase that was interrupted during training, and the random state to continue with.
         self._unfinished: tuple[Phase, RandomState] | None = None
-        # Fails here, before any training, on a model that cannot be traced and on bad options.
+        # A model that cannot be traced, and bad options, fail here, before any training.
         self._graph = trace(model, example_input)
         self._split_step().check(self._graph)
         self.make_optimizer = optimizer
@@ -122,10 +122,10 @@ class Grower:
         self._first_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def run(self, resume: bool = False) -> list[Phase]:
-        """Run all phases, or those that are left; return the history.
+        """Run all phases that are left; return the history.
 
         Args:
-            resume: go on after the last phase whose checkpoint is in `out`; from the start if there is none.
+            resume: continue from the last checkpoint in `out`; start from the beginning if there is none.
 
         Raises:
             ValueError: `resume` without `out`; a folder that holds another run; a loss that is not finite.
@@ -140,10 +140,10 @@ class Grower:
             if found is not None:
                 self._restore(found)
         elif resume:
-            raise ValueError("resume needs the folder of the run; give out")
+            raise ValueError("resume needs the folder of the run; give `out`")
         with tqdm(total=self.phases, initial=len(self.history), unit="phase", disable=not self.progress) as bar:
             if self.history and len(self.history) < self.phases and not self.history[-1].was_selected:
-                # A finished run goes on for more phases: its last one was not split yet.
+                # A finished run continues with more phases: its last phase was not split yet.
                 self._split(self.history[-1])
                 self._save("phase", len(self.history) - 1)
             while len(self.history) < self.phases and self.stopped is None:
@@ -200,7 +200,7 @@ class Grower:
             phase.epochs.append(epoch)
             self._save("epoch", phase.index, unfinished=phase)
 
-        # The seconds of epochs that were trained before the run was resumed count as well.
+        # Epochs that were trained before the run was resumed count too.
         phase.seconds["train"] = sum(epoch.seconds for epoch in phase.epochs)
         self.train(
             self.model,
@@ -213,7 +213,7 @@ class Grower:
 
     def _split(self, phase: Phase) -> None:
         self.phase = phase
-        # A state of its own, so that a split that comes later, in a resumed run, is the same.
+        # Seed again, so that a split in a resumed run is the same.
         seed_all(self.seed, phase.index, 1)
         if not self._split_step()(phase, self.model, self.optimizer, self.graph, self.folder):
             self.stopped = f"no neuron gains from a split after phase {phase.index}"
@@ -233,7 +233,7 @@ class Grower:
         )
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the run it continues."""
+        """Return the settings that a resumed run must share with the run it continues."""
         settings = {
             "selection": self.selection,
             "plan": self.plan,
@@ -244,11 +244,11 @@ class Grower:
             "units": self.units,
             "optimizer": type(self.optimizer).__name__,
         }
-        # A function is known by its name: its address changes from run to run.
+        # A function is compared by its name: its address changes from run to run.
         return json.loads(json.dumps(settings, default=lambda value: getattr(value, "__qualname__", str(type(value)))))
 
     def _save(self, kind: str, index: int, unfinished: Phase | None = None) -> None:
-        """Write the checkpoint of a finished phase, or of an epoch of a phase that is unfinished; and the history."""
+        """Write the history, and the checkpoint of a finished phase or of an epoch of the phase `unfinished`."""
         if self.folder is None or not self.world.is_first:
             return
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
@@ -291,6 +291,6 @@ class Grower:
         self.stopped = record["stopped"]
         if record["unfinished"] is not None:
             self._unfinished = (Phase(**record["unfinished"]), (parts["random"], record["random"]))
-        # A process that was killed may have written the checkpoint and not the history.
+        # A killed process may have written the checkpoint but not the history.
         if self.world.is_first:
             self._write_history(self._unfinished[0] if self._unfinished else None)

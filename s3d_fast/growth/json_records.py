@@ -1,7 +1,7 @@
 """Dataclasses as JSON objects: strict when they are written, tolerant when they are read.
 
 A number that is not finite is written as null. A reader gives missing fields their defaults, ignores unknown fields,
-and turns null into NaN. It checks what a field holds: files are hostile.
+and turns null into NaN. It checks the value of every field: files are not trusted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Reader = Callable[[str, Any, str], Any]
 
 
 def number(where: str, value: Any, name: str) -> float:
-    """Return a number of a record; NaN where it is null or too large.
+    """Return a number of a record; NaN if it is null, not finite or too large.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is neither a number nor null.
     """
     if value is None or value is MISSING:
         return math.nan
@@ -45,7 +45,7 @@ def count(where: str, value: Any, name: str) -> int:
 
 
 def numbers(where: str, value: Any, name: str) -> dict[str, float]:
-    """Return the numbers by name; those that are null or not finite are left out."""
+    """Return the numbers by name; null and numbers that are not finite are left out."""
     found = {key: number(f"{where}, {name}", part, key) for key, part in mapping(f"{where}: {name}", value).items()}
     return {key: part for key, part in found.items() if math.isfinite(part)}
 
@@ -56,10 +56,10 @@ def counts(where: str, value: Any, name: str) -> dict[str, int]:
 
 
 def mapping(where: str, value: Any) -> dict[str, Any]:
-    """Return a JSON object.
+    """Return the value if it is a JSON object.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not a JSON object.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a JSON object, got {'nothing' if value is None else shown(value)}")
@@ -67,7 +67,7 @@ def mapping(where: str, value: Any) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as error messages show it."""
+    """Return a value as text for error messages."""
     return "nothing" if value is MISSING else repr(value)[:80]
 
 
@@ -80,16 +80,16 @@ READERS: Mapping[str, Reader] = {
 
 
 def read(kind: type[Record], where: str, value: Any, readers: Mapping[str, Reader] = READERS) -> Record:
-    """Return the dataclass of a kind that a JSON object holds.
+    """Return a dataclass from a JSON object.
 
     Args:
-        kind: the dataclass; a field without a default must be there.
+        kind: the dataclass; fields without a default are required.
         where: the place of the object, for errors.
-        value: what was parsed.
-        readers: what reads a field, by its type as it is written.
+        value: the parsed object.
+        readers: the function that reads a field, by the field's type as it is written in the class.
 
     Raises:
-        ValueError: a field does not hold what it should; says where, what was expected and what was found.
+        ValueError: a field has a wrong value. The message says where, what was expected and what was found.
     """
     found = mapping(where, value)
     arguments = {}

@@ -10,17 +10,17 @@ from typing import Any
 from s3d_fast.growth.json_records import READERS, mapping, read, shown
 
 EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
-"""The stages of a phase that splitting costs; the others are training and evaluation."""
+"""The stages of a phase that belong to splitting; the others are training and evaluation."""
 
 
 @dataclass(frozen=True)
 class Epoch(Mapping[str, Any]):
-    """What happened in one epoch of training; also a mapping, as history.jsonl has it: `epoch["loss"]`.
+    """What happened in one epoch of training. It is also a mapping, as in history.jsonl: `epoch["loss"]`.
 
     Attributes:
         epoch: its number in the phase, from 0.
         loss: the mean training loss.
-        learning_rate: the last one.
+        learning_rate: the last learning rate of the epoch.
         seconds: how long it took.
         samples: how many samples all processes trained on.
         loss_scale: the factor on the loss in fp16; 1 in other precisions.
@@ -51,25 +51,25 @@ class Phase:
     """What happened in one phase of growth: training, and the split after it.
 
     Attributes:
-        index: of the phase, from 0.
-        widths: of every unit while it trained.
-        params: all parameters of the model.
+        index: the number of the phase, from 0.
+        widths: the width of every unit during training.
+        params: the number of all parameters of the model.
         macs: multiply-accumulates per sample of the layers that hold channels.
         metrics: what `evaluate` returned after training.
-        loss: on the batches for splitting, after training; NaN in the last phase, which does not split.
-        split_loss: the same after the split.
+        loss: the loss on the batches for splitting, after training; NaN in the last phase, which does not split.
+        split_loss: the same loss after the split.
         predicted_change: eps^2 / 2 times the sum of the gains.
         gains: the sum of the gains of every unit's splits.
-        new_filters: of every unit.
+        new_filters: the number of new filters of every unit.
         splits: how many neurons were split.
-        negative: how many of them into copies of which one has a negative weight, as S2D never does.
-        unconverged: filters whose eigenpairs did not reach the tolerance.
-        batches: that the split was computed on, those of all processes.
-        matvecs: products S v that the slowest filter took.
-        memory: bytes that the splitting operators held; in each process, if there are several.
+        negative: how many of them got a copy with a negative weight; always 0 in S2D.
+        unconverged: how many filters have eigenpairs that did not reach the tolerance.
+        batches: how many batches all processes computed the split on.
+        matvecs: how many products S v the slowest filter took.
+        memory: bytes that the splitting operators held in memory, per process.
         scratch: bytes of their scratch file.
-        seconds: for each stage.
-        epochs: what an `EpochTrainer` did in each.
+        seconds: the seconds of each stage.
+        epochs: the epochs of training, if an `EpochTrainer` trained.
     """
 
     index: int
@@ -93,7 +93,7 @@ class Phase:
     epochs: list[Epoch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # A checkpoint has them as plain data.
+        # A checkpoint holds epochs as plain data.
         self.epochs = [epoch if isinstance(epoch, Epoch) else Epoch(**epoch) for epoch in self.epochs]
 
     @property
@@ -113,22 +113,22 @@ class Phase:
 
     @property
     def predicted(self) -> float | None:
-        """The change of the loss that the split promised; None without a split, or if its method promises nothing."""
+        """The predicted change of the loss; None without a split, or if the method predicts nothing."""
         promised = self.is_split and (self.predicted_change != 0 or any(self.gains.values()))
         return self.predicted_change if promised and math.isfinite(self.predicted_change) else None
 
     @property
     def measured(self) -> float | None:
-        """The change of the loss that the split brought; None where it is not known."""
+        """The measured change of the loss; None if it is not known."""
         change = self.split_loss - self.loss
         return change if math.isfinite(change) else None
 
 
 def read_phase(where: str, value: Any) -> Phase:
-    """Return the phase that a JSON object holds; an epoch without a number gets its place.
+    """Return a phase from a JSON object; an epoch without a number gets its place in the list.
 
     Raises:
-        ValueError: a field does not hold what it should; says where, what was expected and what was found.
+        ValueError: a field has a wrong value. The message says where, what was expected and what was found.
     """
     return read(Phase, where, value, {**READERS, "list[Epoch]": _epochs})
 

@@ -1,4 +1,4 @@
-"""A run as its folder tells it: finished, under way, or somebody else's."""
+"""A run, read from the files in its folder; it may still be in progress."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from s3d_fast.growth.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Run:
-    """A growth run as its folder tells it.
+    """A growth run, read from the files in its folder.
 
     Attributes:
-        folder: of the run.
-        about: run.json.
-        phases: in order; the last may have been in progress.
-        notes: what was amiss with the files, in sentences.
+        folder: the folder of the run.
+        about: the content of run.json.
+        phases: the phases in order; the last may be in progress.
+        notes: sentences about problems with the files.
     """
 
     folder: Path
@@ -50,14 +50,14 @@ class Run:
 
     @property
     def is_grown(self) -> bool:
-        """Whether every phase goes on from the one before; the networks of "uniform" are trained from scratch."""
+        """Whether every phase continues from the one before; the networks of "uniform" are trained from scratch."""
         return self.method != "uniform"
 
     @property
     def choices(self) -> dict[str, Any]:
-        """All that was chosen but the seed: the settings, and what else of run.json changes the results."""
+        """All choices except the seed: the settings, and other entries of run.json that change the results."""
         more = {name: self.about.get(name) for name in ("scratch", "precision")}
-        # Where a run began, and what it imitates, differ from seed to seed by their paths.
+        # The paths in `start` and `like` differ from seed to seed: only whether they are set counts.
         more |= {name: True if self.about.get(name) else None for name in ("start", "like")}
         chosen = self.settings | {name: value for name, value in more.items() if value is not None}
         return {name: value for name, value in chosen.items() if name != "seed"}
@@ -65,7 +65,7 @@ class Run:
     @property
     def variant(self) -> str:
         """The method and the numbers that belong to its name, such as "s3d c=1.3"."""
-        # c = 1 is what S2D means, and the other methods have neither.
+        # S2D always has c = 1, and the other methods have neither c nor m.
         names = {"s3d": ("c", "m"), "s2d": ("m",)}.get(self.method, ())
         shown = [
             name for name in names if self.settings.get(name) is not None and (name, self.settings[name]) != ("m", 2)
@@ -81,12 +81,12 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read the folder of a run, finished or not.
 
-    Unknown fields are ignored. If a phase was recorded twice, as by a run that was resumed, the later record counts. A
-    last line that was not written to its end is left out, and a note says so.
+    Unknown fields are ignored. If a phase was recorded twice, as in a resumed run, the later record counts. A last line
+    that was not written to its end is left out, and a note says so.
 
     Raises:
         FileNotFoundError: the folder, run.json or history.jsonl is missing.
-        ValueError: a file does not hold what it should; says where, what was expected and what was found.
+        ValueError: a file has wrong content. The message says where, what was expected and what was found.
     """
     files = RunFolder(folder)
     if not files.path.is_dir():
@@ -98,12 +98,12 @@ def read_run(folder: str | Path) -> Run:
 
 
 def eigen_share(run: Run) -> float:
-    """Return the share of all seconds that splitting took, `EIGEN_STAGES`; NaN if none are recorded."""
+    """Return the share of splitting (`EIGEN_STAGES`) in all seconds of a run; NaN if no seconds are recorded."""
     return share_of_eigen_stages(run.phases)
 
 
 def share_of_eigen_stages(phases: Sequence[Phase]) -> float:
-    """Return `eigen_share` of some phases."""
+    """Return the share of splitting (`EIGEN_STAGES`) in all seconds of some phases; NaN if none are recorded."""
     eigen = sum(phase.seconds.get(stage, 0.0) for phase in phases for stage in EIGEN_STAGES)
     total = sum(sum(phase.seconds.values()) for phase in phases)
     return eigen / total if total > 0 else math.nan

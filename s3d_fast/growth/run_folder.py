@@ -1,4 +1,4 @@
-"""The files of a growth run: what writes each of them, and beside it what reads it again."""
+"""The files of a growth run: for each, the function that writes it beside the function that reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from s3d_fast.growth import checkpoint
 from s3d_fast.growth.json_records import mapping, shown, to_json
 from s3d_fast.growth.record import Phase, read_phase
 
-# What run.json must say: name -> (type, in words, default).
+# The entries of run.json: name -> (type, type in words, default).
 ABOUT: dict[str, tuple[type, str, Any]] = {
     "recipe": (str, "a string", None),
     "preset": (str, "a string", None),
@@ -33,10 +33,12 @@ ABOUT: dict[str, tuple[type, str, Any]] = {
 class RunFolder:
     """A folder with the files of one run.
 
-    `phase-000.safetensors` is all that the run needs to go on after phase 0, `epoch-001.safetensors` after the last
-    epoch of phase 1 that is finished, while that phase trains; `network-000.safetensors` is the network as phase 0 has
-    trained it, `spectra-000.safetensors` its extreme eigenvalues, `history.jsonl` has a line for every phase, and
-    `run.json` says what a recipe's run is.
+    - `phase-000.safetensors`: the checkpoint from which the run continues after phase 0.
+    - `epoch-001.safetensors`: while phase 1 trains, the checkpoint after its last finished epoch.
+    - `network-000.safetensors`: the network after the training of phase 0.
+    - `spectra-000.safetensors`: the extreme eigenvalues of that network's filters.
+    - `history.jsonl`: a line for every phase.
+    - `run.json`: the recipe, settings and environment of a recipe's run.
     """
 
     KINDS = ("phase", "epoch", "network", "spectra")
@@ -45,7 +47,7 @@ class RunFolder:
         self.path = Path(path)
 
     def prepare(self) -> None:
-        """Make the folder, and remove what a process that was killed while it wrote has left behind."""
+        """Make the folder, and remove files that a killed process has left incomplete or out of date."""
         self.path.mkdir(parents=True, exist_ok=True)
         for kind in self.KINDS:
             for path in self.path.glob(f".{kind}-*.safetensors.*.tmp"):
@@ -60,7 +62,7 @@ class RunFolder:
         return self.path / f"{kind}-{phase:03d}.safetensors"
 
     def latest(self) -> Path | None:
-        """Return the checkpoint to go on from: the newest finished phase's, or that of an epoch after it."""
+        """Return the checkpoint to continue from: of the newest finished phase, or of an epoch after it."""
         epoch, finished = self._epoch(), self._finished()
         return epoch if epoch.exists() else finished[-1] if finished else None
 
@@ -78,7 +80,7 @@ class RunFolder:
         return sorted(self.path.glob("phase-*.safetensors"))
 
     def _epoch(self) -> Path:
-        """Return where the epochs of the first phase that is not finished are kept."""
+        """Return the path of the epoch checkpoint of the first unfinished phase."""
         return self.file("epoch", len(self._finished()))
 
     def write_spectra(self, phase: int, spectra: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -111,11 +113,11 @@ class RunFolder:
         return spectra
 
     def write_history(self, phases: Sequence[Phase]) -> None:
-        """Write a line of strict JSON for every phase: what is not a number is null."""
+        """Write a line of strict JSON for every phase; NaN and infinity become null."""
         write_whole(self.path / "history.jsonl", "".join(to_json(phase) + "\n" for phase in phases).encode())
 
     def read_history(self) -> tuple[list[Phase], tuple[str, ...]]:
-        """Return the phases in the order of their lines, and notes on what was amiss, in sentences.
+        """Return the phases in the order of their lines, and sentences about problems with the file.
 
         Raises:
             FileNotFoundError, ValueError: see `read_run`.
@@ -129,7 +131,7 @@ class RunFolder:
         ]
         if not rest.strip():
             return phases, ()
-        # What follows the last end of a line may be a whole record or the beginning of one.
+        # The text after the last newline may be a whole record or the beginning of one.
         where = f"{path.name}, line {len(lines) + 1}"
         try:
             record = _parse(where, rest)
@@ -138,16 +140,16 @@ class RunFolder:
         return [*phases, read_phase(where, record)], ()
 
     def write_about(self, about: Mapping[str, Any]) -> None:
-        """Write run.json: what the run is."""
+        """Write run.json, the description of the run."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "run.json", (json.dumps(about, indent=1) + "\n").encode())
 
     def read_about(self) -> dict[str, Any]:
-        """Return run.json: what the run is.
+        """Return the content of run.json, the description of the run.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it does not hold what it should.
+            FileNotFoundError: there is no run.json.
+            ValueError: an entry is missing or has a wrong type.
         """
         path = self.path / "run.json"
         record = mapping(path.name, _parse(path.name, _bytes(path)))
@@ -184,5 +186,5 @@ def _parse(where: str, data: bytes) -> Any:
 
 def _bytes(path: Path) -> bytes:
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} must be the folder of a run, and has no file {path.name}")
+        raise FileNotFoundError(f"{path.parent} must be the folder of a run, but has no file {path.name}")
     return path.read_bytes()

@@ -1,6 +1,6 @@
 """Learning-rate schedules: the factor on the first rate as a function of the epochs passed, fractions included.
 
-A schedule has no state, so that a run that is resumed in the middle of a phase goes on as if it had not stopped.
+A schedule has no state, so a run that is resumed within a phase continues as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ Schedule = Callable[[float], float]
 
 
 def constant() -> Schedule:
-    """Return the schedule that leaves the rate as it is."""
+    """Return the schedule that keeps the rate constant."""
     return lambda epoch: 1.0
 
 
 def step_decay(epochs: int, at: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Schedule:
-    """Return the schedule that multiplies the rate by `factor` when each of the given shares of all epochs has passed.
+    """Return the schedule that multiplies the rate by `factor` after each of the given shares of all epochs.
 
     Raises:
-        ValueError: a share that is not in (0, 1], a factor that is not positive.
+        ValueError: a share is not in (0, 1], or the factor is not positive.
     """
     require.count("epochs", epochs)
     require.positive("factor", factor)
     for share in at:
         if not 0 < share <= 1:
             raise ValueError(f"at must hold shares of the epochs in (0, 1], got {share!r}")
-    # A share of the epochs that is a whole number of them may come out of the product a bit above it.
+    # Rounding can put share * epochs slightly above a whole number of epochs.
     return lambda epoch: factor ** sum(epoch >= share * epochs * (1 - 1e-9) for share in at)
 
 

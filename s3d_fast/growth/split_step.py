@@ -33,7 +33,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SplitStep:
-    """How the splits of a run are made; `Grower` says what each field is."""
+    """The settings of a run's splits; `Grower` documents the fields."""
 
     loss_fn: Callable[[Any, Any], Tensor]
     batches: Sequence[Any] | Callable[[int], Iterable[Any]]
@@ -47,7 +47,7 @@ class SplitStep:
     progress: bool
 
     def check(self, graph: Graph) -> None:
-        """Raise ValueError or TypeError on bad options, before a phase of training rather than after it."""
+        """Raise ValueError or TypeError on bad options, before any training rather than after it."""
         require.positive("eps", self.eps)
         if self.memory_budget is not None:
             byte_counts.as_bytes("memory_budget", self.memory_budget)
@@ -67,13 +67,13 @@ class SplitStep:
         graph: Graph,
         folder: RunFolder | None,
     ) -> bool:
-        """Split the neurons that gain the most, and note in `phase` what happened; return whether any were split."""
+        """Split the neurons that gain the most, record it in `phase`, and return whether any neuron was split."""
         with timed(phase, "capture"):
             given = self.batches(phase.index) if callable(self.batches) else self.batches
             batches: Any = given if are_the_same(given) else list(given)
             phase.batches = int(self.world.sum(len(batches))[0])
         plan = self._plan(phase, model, graph, batches, folder)
-        # The same in all processes, also where the clock cut a search for the best plan short.
+        # A search that ran out of time can end differently in each process: all take the first one's splits.
         plan = replace(plan, splits=self.world.same(plan.splits))
         for name, splits in plan.by_unit().items():
             phase.gains[name] = sum(split.gain for split in splits)
@@ -84,7 +84,7 @@ class SplitStep:
             return False
         with timed(phase, "split"):
             apply_splits(model, plan, self.eps, optimizer)
-        # What the split did, for comparison with what it promised.
+        # The loss after the split, for comparison with the prediction.
         with timed(phase, "measure"):
             phase.split_loss = self._loss(model, batches)
         return True
@@ -92,7 +92,7 @@ class SplitStep:
     def _plan(
         self, phase: Phase, model: nn.Module, graph: Graph, batches: Collection[Any], folder: RunFolder | None
     ) -> SplitPlan:
-        """Return the splits of this phase: those that gain the most, or what the function given has chosen."""
+        """Return the splits of this phase: those that gain the most, or the choice of the function `plan`."""
         if self.plan is not None:
             with timed(phase, "measure"):
                 phase.loss = self._loss(model, batches)
@@ -112,7 +112,7 @@ class SplitStep:
         phase.loss = operators.loss
         with timed(phase, "solve"):
             spectra = extremal_eigenpairs(operators, **{"progress": self.progress, **self.solver})
-        # After the solver, which reads a scratch file by parts.
+        # Read after the solver, which loads parts of a scratch file into memory.
         phase.memory = operators.nbytes
         if operators.plan is not None:
             phase.scratch = operators.plan.disk_bytes

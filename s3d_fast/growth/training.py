@@ -1,4 +1,4 @@
-"""The built-in training loop; a Grower takes any function of the same signature in its place."""
+"""The built-in training loop; a Grower accepts any function of the same signature instead."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class EpochTrainer:
     Args:
         loader: batches; iterated once per epoch.
         loss_fn: loss_fn(output, target) or loss_fn(model, batch), as for `capture`.
-        epochs: per phase.
+        epochs: the number of epochs per phase.
         schedule: the factor on the optimizer's learning rates as a function of the epochs passed; see `schedules`.
-        precision: of the forward pass: "fp32", "bf16", "fp16" (the loss is then scaled), or "auto": the best that the
-            device has, which on a CPU is fp32.
-        channels_last: keep images and filters with their channels innermost, which convolutions are faster with.
-        compile: train through torch.compile; it compiles anew in every phase, since the layers have other sizes.
+        precision: the precision of the forward pass: "fp32", "bf16", "fp16" (the loss is then scaled), or "auto": the
+            best that the device supports, which on a CPU is fp32.
+        channels_last: store images and filters with their channels innermost, which makes convolutions faster.
+        compile: train through torch.compile; it compiles again in every phase, since the layer sizes change.
         world: the processes that train together, each on its part of every batch; gradients are averaged.
         progress: show a bar with samples per second and the time left.
     """
@@ -70,23 +70,23 @@ class EpochTrainer:
         before_epoch: Callable[[int], object] = lambda epoch: None,
         after_epoch: Callable[[Epoch], object] = lambda epoch: None,
     ) -> None:
-        """Train in train mode.
+        """Train the model in train mode.
 
         Args:
             model: the model, changed in place.
-            optimizer: of its parameters; its learning rates are those that the schedule's factor multiplies.
-            phase: its number, for the bar and for errors.
-            start: the epochs that were trained before, in a run that is resumed.
-            loss_scale: that of the last of them.
-            before_epoch: called with the number of each epoch.
-            after_epoch: called with what happened in it.
+            optimizer: the optimizer of its parameters; the schedule's factor multiplies its learning rates.
+            phase: the number of the phase, for the bar and for errors.
+            start: in a resumed run, the number of epochs that are already trained.
+            loss_scale: the loss scale after the last of these epochs.
+            before_epoch: called with the number of each epoch before it starts.
+            after_epoch: called with the record of each epoch after it ends.
 
         Raises:
             ValueError: the loss is not finite; or the processes have different numbers of batches.
         """
         if not self.world.agree(length_of(self.loader) or 0):
-            # Those with more batches would wait for the others forever.
-            raise ValueError("loader must have as many batches in every process, and theirs differ")
+            # Processes with more batches would wait for the others forever.
+            raise ValueError("loader must have as many batches in every process, but the numbers differ")
         device = next(model.parameters()).device
         if self.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -110,7 +110,7 @@ class EpochTrainer:
                     bar.set_postfix(epoch=epoch, loss=f"{record.loss:.4g}")
                     after_epoch(record)
         finally:
-            # What the schedule multiplies next time.
+            # Restore the rates that the schedule multiplies next time.
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
@@ -131,11 +131,11 @@ class EpochTrainer:
             count = _samples(batch)
             samples, batches = samples + count, batches + 1
             if bar.total is None and length is not None:
-                # Batches are of one size, which is known now.
+                # All batches have one size, which is known now.
                 bar.total, bar.n = length * self.epochs * count, start * length * count
             bar.update(count)
         if not batches:
-            raise ValueError(f"loader has no batches in epoch {epoch}; it must hold some, and be iterable again")
+            raise ValueError(f"loader has no batches in epoch {epoch}; it must have batches in every epoch")
         loss, batches_of_all, samples_of_all = self.world.sum(float(total), batches, samples)
         mean = loss / batches_of_all
         seconds, rate = time.perf_counter() - began, optimizer.param_groups[0]["lr"]
@@ -158,12 +158,12 @@ class _Step:
         self.model, self.optimizer, self.loss_fn, self.device = model, optimizer, loss_fn, device
         mixed = precision != "fp32"
         self.autocast = torch.autocast(device.type, PRECISIONS[precision] if mixed else None, enabled=mixed)
-        # The gradients of fp16 are too small to be represented unless the loss is scaled.
+        # In fp16, small gradients underflow unless the loss is scaled.
         self.scales = precision == "fp16"
         self.loss_scale = 2.0**16 if self.scales else 1.0
 
     def begin(self) -> None:
-        """Begin an epoch, with a scaler that knows nothing but the scale: as one that is resumed would begin."""
+        """Begin an epoch with a new scaler that keeps only the scale, exactly as a resumed run does."""
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale, enabled=self.scales)
 
     def end(self) -> float:
