@@ -34,14 +34,14 @@ DISK_SHARE = 0.9
 
 @dataclass(frozen=True)
 class UnitNeed:
-    """What the operator of a unit on one batch needs: bytes, as it comes, and seconds per product."""
+    """The memory and time that the operator of a unit on one batch needs."""
 
     name: str
     filters: int
     width: int  # D
     rows: int | None
     evaluations: int  # per filter: samples times positions
-    nbytes: int
+    nbytes: int  # as it comes
     float_bytes: int  # the part of nbytes that bfloat16 would halve
     half_error: float | None  # the error of a product in bfloat16, see `half_error`; None if not measured
     wants_dense: bool
@@ -107,7 +107,7 @@ def _test_vectors(operator: SplittingOperator) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """What a capture keeps of every unit, and where.
+    """The plan of a capture: what it keeps of every unit, and where.
 
     Attributes:
         needs: the need of every unit on one batch.

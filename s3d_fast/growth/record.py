@@ -103,7 +103,7 @@ class Phase:
 
     @property
     def was_selected(self) -> bool:
-        """Whether the phase ended with a split, or found nothing to split."""
+        """Whether the selection of splits has run, even if it found nothing to split."""
         return "select" in self.seconds
 
     @property

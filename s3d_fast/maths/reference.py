@@ -20,7 +20,7 @@ Pair = tuple[int, int]
 
 
 class ConvGeometry(NamedTuple):
-    """How a 2-d convolution moves over its input; every entry is (vertical, horizontal)."""
+    """The geometry of a 2-d convolution; every entry is (vertical, horizontal)."""
 
     kernel_size: Pair
     stride: Pair = (1, 1)
