@@ -1,4 +1,4 @@
-"""The selection programme: which candidates gain the most within a budget, solved by scipy's HiGHS."""
+"""The selection programme: find the candidates that gain the most within a budget, with scipy's HiGHS."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from scipy.sparse import coo_array
 
 from s3d_fast.splitting.quiet import quiet
 
-# Branch and bound ends here, with the best that was found so far. Large budgets over wide networks are not always
-# closed to the last digit in this time; the choice may then depend on the speed of the machine.
+# Branch and bound stops after this many seconds, with the best choice so far. For large budgets over wide networks it
+# may stop before it has proved the optimum; the choice may then depend on the speed of the machine.
 TIME_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
 class Knapsack:
-    """Choose candidates with the most negative sum of gains, one per neuron at most, within a budget.
+    """The choice of candidates with the most negative sum of gains within a budget, at most one per neuron.
 
-    If unit u grows by G_u filters, the cost is  sum_u price[u] G_u + sum_(u,v) cross[u, v] G_u G_v :  the weights
-    between two units that both grow are products of their widths.
+    If unit u grows by G_u filters, the cost is  sum_u price[u] G_u + sum_(u,v) cross[u, v] G_u G_v .  The products
+    appear because the number of weights between two units is the product of their widths.
     """
 
     gain: np.ndarray  # (n,), negative
-    neuron: np.ndarray  # (n,), which neuron a candidate splits: 0, 1, ...
-    unit: np.ndarray  # (n,), which unit that neuron belongs to
-    extra: np.ndarray  # (n,), the filters that it adds
+    neuron: np.ndarray  # (n,), the neuron that a candidate splits: 0, 1, ...
+    unit: np.ndarray  # (n,), the unit of that neuron
+    extra: np.ndarray  # (n,), the number of filters that a candidate adds
     price: np.ndarray  # (units,)
     cross: Mapping[tuple[int, int], float]
-    cap: np.ndarray  # (units,), filters that a unit may grow by; may be infinite
+    cap: np.ndarray  # (units,), the most filters that a unit may grow by; may be infinite
 
     def cost(self, chosen: np.ndarray) -> float:
         """Return the cost of a choice."""
@@ -39,13 +39,14 @@ class Knapsack:
         return float(self.price @ growth + pairs)
 
     def exact(self, budget: float) -> np.ndarray | None:
-        """Return the best choice, by integer programming; None if HiGHS finds none within its limits.
+        """Return the best choice by integer programming; None if HiGHS finds no choice within its limits.
 
-        Where all candidates add the same number of filters, a unit's best choice of a given size is a prefix of its
-        candidates by gain: then only the sizes need to be integers, of which there are as many as units.
+        If all candidates add the same number of filters, the best choice of a given size in a unit is a prefix of its
+        candidates, sorted by gain. Then only the sizes need to be integers, one per unit.
 
         A product of growths K_u K_v is written as sum_b 2^b z_b with the bits y_b of K_u, z_b >= 0 and
-        z_b >= K_v - most (1 - y_b). That is linear, and exact where it counts: the budget presses z_b down.
+        z_b >= K_v - most_v (1 - y_b), where most_v bounds K_v. These constraints are linear. They are exact where the
+        budget binds, because a larger z_b only costs more.
         """
         uniform = bool((self.extra == self.extra[0]).all())
         unit_of_growth = self.extra[0] if uniform else 1.0
@@ -60,7 +61,7 @@ class Knapsack:
         for u in range(len(self.price)):
             if most[u] > 0 and (uniform or any(u == first for first, _ in self.cross)):
                 bits[u] = programme.variables(int(most[u]).bit_length(), 0.0, integer=True, most=1.0)
-                # The bits make up the growth of the unit.
+                # The bits sum to the growth of the unit.
                 row = {bit: -float(2**b) for b, bit in enumerate(bits[u])}
                 programme.row(row | {choice[j]: growth[j] for j in members[u]}, 0.0, 0.0)
         cost = {variable: self.price[self.unit[j]] * self.extra[j] for j, variable in enumerate(choice)}
@@ -78,7 +79,7 @@ class Knapsack:
             return None
         if not uniform:
             return np.flatnonzero(solution[choice] > 0.5)
-        # Equal gains may have been taken in parts: take whole ones, the first of them first.
+        # The solution may hold fractions of candidates with equal gains: take whole candidates, the first ones first.
         chosen = []
         for mine in members:
             size = round(float(solution[choice][mine].sum()))
@@ -86,7 +87,7 @@ class Knapsack:
         return np.sort(np.concatenate(chosen))
 
     def relaxed(self, budget: float) -> np.ndarray:
-        """Return the rounded-down solution of the linear relaxation, as the paper solves it, cross terms left out."""
+        """Return the solution of the linear relaxation without cross terms, rounded down, as in the paper."""
         programme = _Programme()
         choice = programme.variables(len(self.gain), self._objective(), integer=False, most=1.0)
         self._one_per_neuron(programme, choice)
@@ -95,11 +96,11 @@ class Knapsack:
         programme.row(dict(zip(choice, costs, strict=True)), -np.inf, 1.0)
         solution = programme.solve()
         if solution is None:
-            raise RuntimeError("the relaxation of the selection programme was not solved")
+            raise RuntimeError("HiGHS found no solution of the relaxed selection programme")
         return np.flatnonzero(solution[choice] > 1 - 1e-6)
 
     def _objective(self) -> np.ndarray:
-        # Scaled so that the solver's absolute tolerances are relative to the largest gain.
+        # Gains are scaled so that the solver's absolute tolerances are relative to the largest gain.
         return self.gain / -self.gain.min()
 
     def _one_per_neuron(self, programme: _Programme, choice: list[int]) -> None:
@@ -110,7 +111,7 @@ class Knapsack:
             programme.row(row, -np.inf, 1.0)
 
     def _caps(self, programme: _Programme, choice: list[int], step: float = 1.0) -> np.ndarray:
-        """Add the caps, rounded down to multiples of `step`; return by how much each unit can grow at the most.
+        """Add the caps, rounded down to multiples of `step`; return the most filters that each unit can grow by.
 
         A unit that grows in steps of three cannot grow by two: without rounding, the programme would take two thirds of
         a candidate.
@@ -153,12 +154,12 @@ class _Programme:
         self.upper.append(upper)
 
     def solve(self) -> np.ndarray | None:
-        """Return the minimiser, or the best point that was found within the limits; None if there was none."""
+        """Return the minimiser, or the best point found within the limits; None if no point was found."""
         rows, columns, values = (np.array(part) for part in zip(*self.entries, strict=True))
         shape = (len(self.lower), len(self.objective))
         matrix = coo_array((values, (rows.astype(int), columns.astype(int))), shape=shape).tocsr()
         if any(self.integer):
-            # HiGHS prints a line wherever it mends a solution that misses a row by rounding; no option prevents that.
+            # HiGHS prints a line when it repairs a solution that violates a row by rounding; no option turns that off.
             with quiet():
                 result = milp(
                     self.objective,

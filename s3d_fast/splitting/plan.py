@@ -1,4 +1,4 @@
-"""A split plan: which neurons become which copies, and what that promises and costs."""
+"""A split plan: which neurons are split into which copies, with the predicted gain and the cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from s3d_fast.network.graph import Graph
 
 @dataclass(frozen=True)
 class NeuronSplit:
-    """One neuron becomes m copies with parameters theta + eps * offsets[k], read with the weights[k]."""
+    """A split of one neuron into m copies: copy k has parameters theta + eps * offsets[k] and weight weights[k]."""
 
     unit: str
     neuron: int
@@ -24,7 +24,7 @@ class NeuronSplit:
 
     @property
     def copies(self) -> int:
-        """m, the number of copies."""
+        """The number of copies, m."""
         return len(self.weights)
 
 
@@ -40,7 +40,7 @@ class SplitPlan:
 
     @property
     def gain(self) -> float:
-        """The sum of the gains; the loss changes by eps^2 / 2 times this, and O(eps^3)."""
+        """The sum of all gains; a step of size eps changes the loss by eps^2 / 2 times this sum, plus O(eps^3)."""
         return sum(split.gain for split in self.splits)
 
     def predicted_change(self, eps: float) -> float:
@@ -48,7 +48,7 @@ class SplitPlan:
         return eps * eps / 2 * self.gain
 
     def by_unit(self) -> dict[str, list[NeuronSplit]]:
-        """Return the splits of every unit that has any, in the order of the graph."""
+        """Return the splits by unit, in the order of the graph; units without splits are left out."""
         groups: dict[str, list[NeuronSplit]] = {name: [] for name in self.graph.units}
         for split in self.splits:
             groups.setdefault(split.unit, []).append(split)
@@ -62,7 +62,7 @@ class SplitPlan:
         return widths
 
     def added(self) -> costs.Cost:
-        """Return the parameters and MACs that the plan adds; layers that grow at both sides are counted exactly."""
+        """Return the parameters and MACs that the plan adds; layers that grow on both sides are counted exactly."""
         return costs.count(self.graph, self.widths()) - costs.count(self.graph)
 
     def __str__(self) -> str:
@@ -76,5 +76,5 @@ class SplitPlan:
             alone = costs.count(self.graph, {**before, name: after[name]}) - costs.count(self.graph)
             add(name, before[name], after[name], sum(split.gain for split in splits), alone)
         add("all", sum(before.values()), sum(after.values()), self.gain, self.added())
-        note = "Neighbouring units that both grow cost more than each alone, which the last row contains."
+        note = "The last row includes the extra cost of neighbouring units that both grow."
         return text_table(rows) + f"\n{note}"

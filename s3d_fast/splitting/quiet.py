@@ -1,4 +1,4 @@
-"""A solver that prints: what C code writes to the standard streams of the process, kept from the user's output."""
+"""Keeps output that C code prints to the standard streams out of the user's output."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _redirection: _Redirection | None = None
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let nothing that is written to file descriptors 1 and 2 inside the `with` block reach anybody.
+    """Discard everything that is written to file descriptors 1 and 2 inside the `with` block.
 
-    HiGHS has `printf` calls that none of its options turns off. Descriptors belong to the process: what other threads
-    print meanwhile is lost too, and so is the output of a process that is started meanwhile. Where the descriptors
-    cannot be redirected the block runs all the same.
+    HiGHS has `printf` calls that no option turns off. Descriptors belong to the process, so the output of other threads
+    and of newly started processes is lost too while the block runs. If the descriptors cannot be redirected, the block
+    runs without redirection.
     """
     global _users, _redirection
     with _lock:
-        # Blocks of several threads overlap: the first redirects, and the last restores.
+        # Blocks in several threads may overlap: the first one redirects, the last one restores.
         if _users == 0:
             _redirection = _redirect()
         _users += 1
@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 
 
 class _Redirection:
-    """Descriptors 1 and 2 lead to the null device, until `undo`."""
+    """A redirection of descriptors 1 and 2 to the null device, until `undo`."""
 
     def __init__(self, sinks: list[int], saved: dict[int, int]) -> None:
         self.sinks, self.saved = sinks, saved
@@ -50,7 +50,7 @@ class _Redirection:
             os.dup2(sinks[-1], stream)
 
     def undo(self) -> None:
-        # What C still holds back would come out later.
+        # Otherwise C's buffered output would appear after the streams are restored.
         _flush()
         for stream, copy in self.saved.items():
             os.dup2(copy, stream)
@@ -59,12 +59,12 @@ class _Redirection:
 
 
 def _redirect() -> _Redirection | None:
-    """Redirect the streams that are open; None where there are no descriptors to be had."""
+    """Redirect the open streams and return the redirection; None if no descriptor is available."""
     _flush()
     sinks: list[int] = []
     saved: dict[int, int] = {}
     try:
-        # A stream that is closed is a free number, which a copy of another stream would get: fill it first.
+        # The number of a closed stream is free, and a copy of another stream would get it: occupy it first.
         while not sinks or sinks[-1] <= max(STREAMS):
             sinks.append(os.open(os.devnull, os.O_WRONLY))
         for stream in STREAMS:
@@ -80,11 +80,11 @@ def _redirect() -> _Redirection | None:
 
 
 def _flush() -> None:
-    """Write out what Python and C hold back for the streams."""
+    """Flush the buffers of Python and C for the streams."""
     for stream in (sys.stdout, sys.stderr):
-        # There may be no stream, a closed one, or a broken pipe behind it.
+        # The stream may be None, closed, or a broken pipe.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    # Not every system has its C library under this name.
+    # Not every system gives access to its C library in this way.
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).fflush(None)

@@ -36,25 +36,26 @@ def select(
 ) -> SplitPlan:
     """Choose which neurons to split, and into how many copies.
 
-    A neuron whose gain is not below -threshold is never chosen. Without any of top_k, fraction and budget all others
-    are. Ties go to the unit that comes first in the graph, then to the lower index.
+    Only neurons with a gain below -threshold are candidates. Without top_k, fraction and budget, all candidates are
+    chosen, within caps and round_to. Ties go to the unit that comes first in the graph, then to the lower index.
 
     Args:
         spectra: from `extremal_eigenpairs`, by unit.
         graph: from `trace`.
-        m: copies, 2, 3 or 4; or "knapsack": each neuron gets its own m in {1, 2, 3, 4}, which needs a budget.
+        m: the number of copies, 2, 3 or 4. With "knapsack", every neuron gets its own m in {1, 2, 3, 4}; this needs a
+            budget.
         c: the bound on the sum of absolute weights, >= 1; 1 is S2D.
-        top_k: split so many neurons at most: those with the largest gains, passing over units that are at their cap.
-        fraction: the same, as a share of all neurons that have spectra, in (0, 1].
-        budget: the cost that may be added at most, in the unit of `cost`. Neurons are chosen for the largest sum of
-            gains within it, by an exact integer programme (in large networks, the best that HiGHS finds in 20 s).
-        cost: "filters", "params" or "macs", or a function that gives the price of one more copy of a unit's filter.
-            Parameters and MACs are true: producer row, followers and all consumers' columns at their real sizes, and
-            splits of neighbouring layers in one plan.
+        top_k: split at most this many neurons, those with the largest gains; neurons of units at their cap are skipped.
+        fraction: like top_k, as a share of all neurons that have spectra, in (0, 1].
+        budget: the cost that the plan may add, measured by `cost`. An exact integer programme finds the largest sum of
+            gains within it (in large networks, the largest that HiGHS finds in 20 s).
+        cost: "filters", "params" or "macs", or a function that returns the price of one more copy of a unit's filter.
+            Parameters and MACs are exact: they count the producer's row, the followers and all consumers' columns at
+            their real sizes, also where the plan splits neighbouring layers.
         threshold: eta >= 0; a gain must be below -eta.
-        caps: new filters per unit at most; a number for all units or a mapping.
-        round_to: the width of every unit after the plan is a multiple of this, or as it was; the splits that gain least
-            are given up for it.
+        caps: the most new filters per unit; one number for all units, or a mapping from unit to number.
+        round_to: after the plan, the width of every unit is a multiple of this, or unchanged; the splits with the
+            smallest gains are dropped to get there.
         relax: with a budget, solve the linear relaxation of the programme, as the paper does, and round down.
 
     Raises:
@@ -77,7 +78,7 @@ def select(
     if len(limits) > 1:
         raise ValueError(f"give at most one of top_k, fraction and budget; got {', '.join(limits)}")
     if budget is None and (knapsack or relax or cost != "filters"):
-        raise ValueError("m='knapsack', relax and cost go with a budget, got none")
+        raise ValueError("m='knapsack', relax and cost need a budget, got none")
 
     candidates = _candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold)
     if budget is None:
@@ -90,7 +91,7 @@ def select(
 
 @dataclass
 class _Candidates:
-    """Every (neuron, number of copies) that gains enough, in the order of the graph."""
+    """All candidates, pairs (neuron, number of copies) that gain enough, in the order of the graph."""
 
     units: list[str]
     unit: np.ndarray  # (n,), index into units
@@ -99,7 +100,7 @@ class _Candidates:
     gain: np.ndarray  # (n,), negative
 
     def order(self) -> np.ndarray:
-        """Return the candidates by gain, largest decrease first; a stable sort, so that ties keep their order."""
+        """Return the candidates by gain, largest decrease first; the sort is stable, so ties keep their order."""
         return np.argsort(self.gain, kind="stable")
 
 
@@ -107,7 +108,7 @@ def _check_spectra(spectra: Mapping[str, Spectrum], graph: Graph) -> None:
     for name, spectrum in spectra.items():
         unit = graph.units.get(name)
         if unit is None:
-            raise ValueError(f"spectra: {name!r} is not a unit of the graph, which has {', '.join(graph.units)}")
+            raise ValueError(f"spectra: {name!r} is not a unit of the graph; its units are {', '.join(graph.units)}")
         for vectors, values in ((spectrum.v_min, spectrum.lambda_min), (spectrum.v_max, spectrum.lambda_max)):
             if tuple(vectors.shape) != (unit.width, unit.fan_in) or tuple(values.shape) != (unit.width,):
                 raise ValueError(
@@ -127,18 +128,18 @@ def _candidates(
     columns: list[list[np.ndarray]] = []
     for m in copies:
         gain = _gains([spectra[name] for name in names], m, c)
-        # More copies that gain nothing more are never worth their price.
+        # More copies without more gain are never worth their price.
         useful = np.flatnonzero((gain < -threshold) & (gain < best))
         best = np.minimum(best, gain)
         columns.append([unit[useful], neuron[useful], np.full(len(useful), m), gain[useful]])
     found = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
-    # By unit, then by copies, then by neuron: ties keep this order.
+    # Sort by unit, then by copies, then by neuron: ties keep this order.
     order = np.lexsort((found[1], found[2], found[0]))
     return _Candidates(names, *(column[order] for column in found))
 
 
 def _gains(spectra: Sequence[Spectrum], m: int, c: float) -> np.ndarray:
-    """Return the gains of all filters of some spectra, one after the other, each computed in its own precision."""
+    """Return the gains of all filters of all spectra in order, each computed in the precision of its spectrum."""
     by_kind: dict[object, list[int]] = {}
     for place, spectrum in enumerate(spectra):
         by_kind.setdefault((spectrum.lambda_min.dtype, spectrum.lambda_min.device), []).append(place)
@@ -166,17 +167,17 @@ def _limit(spectra: Mapping[str, Spectrum], top_k: int | None, fraction: float |
 
 
 def _caps(caps: int | Mapping[str, int] | None, graph: Graph) -> dict[str, float]:
-    """Return by how many filters every unit may grow."""
+    """Return, for every unit, the number of filters that it may grow by."""
     given = caps if isinstance(caps, Mapping) else {} if caps is None else dict.fromkeys(graph.units, caps)
     for name, cap in given.items():
         if name not in graph.units:
-            raise ValueError(f"caps: {name!r} is not a unit of the graph, which has {', '.join(graph.units)}")
+            raise ValueError(f"caps: {name!r} is not a unit of the graph; its units are {', '.join(graph.units)}")
         require.count(f"caps of {name!r}" if isinstance(caps, Mapping) else "caps", cap, at_least=0)
     return {name: float(given.get(name, float("inf"))) for name in graph.units}
 
 
 def _best(candidates: _Candidates, limit: int | None, caps: Mapping[str, float]) -> np.ndarray:
-    """Return the best candidates up to a limit, passing over what would grow a unit beyond its cap."""
+    """Return the best candidates up to a limit; candidates that would grow a unit beyond its cap are skipped."""
     added = dict.fromkeys(candidates.units, 0)
     kept: list[int] = []
     for index in candidates.order():
@@ -190,7 +191,7 @@ def _best(candidates: _Candidates, limit: int | None, caps: Mapping[str, float])
 
 
 def _prices(graph: Graph, cost: str | CostFunction) -> dict[str, float]:
-    """Return the price of one more copy of a filter, for every unit, the others as they are."""
+    """Return, for every unit, the price of one more copy of a filter; the other units keep their widths."""
     if callable(cost):
         prices = {name: float(cost(unit)) for name, unit in graph.units.items()}
         bad = [name for name, price in prices.items() if not (0 < price < float("inf"))]
@@ -204,7 +205,7 @@ def _prices(graph: Graph, cost: str | CostFunction) -> dict[str, float]:
 
 
 def _cross_prices(graph: Graph, cost: str | CostFunction, names: list[str]) -> dict[tuple[int, int], float]:
-    """Return what it costs beyond both prices that two units grow by one filter each."""
+    """Return, for pairs of units, the cost beyond the sum of their prices if both grow by one filter."""
     if callable(cost) or cost == "filters":
         return {}
     place = {name: index for index, name in enumerate(names)}
@@ -244,19 +245,19 @@ def _within_budget(
     )
     plans = [_keep_within(knapsack, knapsack.relaxed, budget)]
     if not relax:
-        # Where the search ends before it is done, the relaxation may have found the better plan.
+        # If the search runs out of time, the relaxation may have found a better plan.
         plans.append(_keep_within(knapsack, knapsack.exact, budget))
     chosen = min((plan for plan in plans if plan is not None), key=lambda plan: candidates.gain[plan].sum())
     first = _first_of_equals(candidates, chosen, knapsack, caps)
-    # Sums in another order may round to more than the budget.
+    # The cost is then summed in another order and may round to more than the budget.
     return first if knapsack.cost(first) <= budget else chosen
 
 
 def _keep_within(knapsack: Knapsack, solve: Callable[[float], np.ndarray | None], budget: float) -> np.ndarray | None:
-    """Return a choice whose true cost is within the budget.
+    """Return a choice whose true cost is within the budget; None if `solve` finds none.
 
-    The relaxation leaves out what neighbours cost together, and HiGHS may exceed a bound by its tolerance: where the
-    true cost is too high, solve again with as much less to spend.
+    The relaxation leaves out the cross terms, and HiGHS may exceed a bound by its tolerance. If the true cost is too
+    high, the problem is solved again with a budget that is smaller by the same factor.
     """
     available = float(budget)
     for _ in range(60):
@@ -273,7 +274,7 @@ def _keep_within(knapsack: Knapsack, solve: Callable[[float], np.ndarray | None]
 def _first_of_equals(
     candidates: _Candidates, chosen: np.ndarray, knapsack: Knapsack, caps: Mapping[str, float]
 ) -> np.ndarray:
-    """Let ties go to the first: neurons with the same prices and gains are interchangeable."""
+    """Return an equivalent choice where ties go to the first neuron: equal prices and gains are interchangeable."""
     options: dict[int, dict[int, int]] = {}
     for j, neuron in enumerate(knapsack.neuron):
         options.setdefault(int(neuron), {})[int(candidates.copies[j])] = j
@@ -297,7 +298,7 @@ def _first_of_equals(
 
 
 def _rounded(candidates: _Candidates, chosen: np.ndarray, graph: Graph, round_to: int) -> np.ndarray:
-    """Give up the least gains of every unit until its width is a multiple of `round_to`, or as it was."""
+    """Drop the smallest gains of every unit until its width is a multiple of `round_to`, or unchanged."""
     if round_to == 1:
         return chosen
     kept: list[int] = []

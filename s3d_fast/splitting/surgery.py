@@ -1,4 +1,4 @@
-"""Surgery: a split plan becomes a changed model and optimizer state; everything changes, or nothing does."""
+"""Surgery: carries out a split plan on a model and its optimizer state; either everything changes, or nothing."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from s3d_fast.network.graph import Graph, Layout, Unit
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 from s3d_fast.splitting.undo import AllOrNothing, set_size
 
-# How the entries of an optimizer's state scale when a gradient is scaled by w: like w, like w^2, or like its sign.
+# How an entry of optimizer state scales if the gradient is scaled by w: by w, by w^2, or by the sign of w.
 LIKE_GRADIENT, LIKE_SQUARE, LIKE_SIGN = 1, 2, 0
 OPTIMIZER_STATE: dict[type[torch.optim.Optimizer], dict[str, int]] = {
     torch.optim.SGD: {"momentum_buffer": LIKE_GRADIENT},
     torch.optim.Adam: {"exp_avg": LIKE_GRADIENT, "exp_avg_sq": LIKE_SQUARE, "max_exp_avg_sq": LIKE_SQUARE},
     torch.optim.AdamW: {"exp_avg": LIKE_GRADIENT, "exp_avg_sq": LIKE_SQUARE, "max_exp_avg_sq": LIKE_SQUARE},
-    # RMSprop's momentum is of gradients already divided by their root mean square.
+    # RMSprop's momentum adds up gradients that are already divided by their root mean square.
     torch.optim.RMSprop: {"square_avg": LIKE_SQUARE, "grad_avg": LIKE_GRADIENT, "momentum_buffer": LIKE_SIGN},
 }
 
-# The weights of a neuron's copies sum to 1 but for rounding.
+# The weights of a neuron's copies must sum to 1 up to this rounding error.
 MAX_WEIGHT_ERROR = 1e-5
 
 
 def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Split neurons of a model in place, and carry its optimizer's state along.
 
-    The row of a split neuron becomes m rows theta + eps * delta_k; every layer that treats its channel alone repeats
-    that channel m times; every consumer's column becomes the m columns w_k * W[:, i]. At eps = 0 the model computes
-    the same function. Optimizer state scales as the gradients do: by w_k for copied rows and followers (second moments
-    by w_k^2), not at all for consumers' columns. Changed parameters are new nn.Parameter objects without a gradient,
-    in the same parameter groups.
+    The row of a split neuron i becomes m rows theta + eps * delta_k. Every follower repeats the neuron's channel m
+    times. In every consumer, the column W[:, i] becomes the m columns w_k * W[:, i]. At eps = 0 the model computes the
+    same function as before. Optimizer state scales like the gradients: by w_k for copied rows and followers (second
+    moments by w_k^2), and not at all for consumers' columns. Changed parameters are new nn.Parameter objects without a
+    gradient, in the same parameter groups.
 
     Args:
-        model: the model that the plan was made for, or one of the same layers and sizes.
+        model: the model that the plan was made for, or another model with the same layers and sizes.
         plan: from `select`.
         eps: the size of the step, >= 0.
         optimizer: SGD, Adam, AdamW or RMSprop over the model's parameters.
 
     Raises:
-        ValueError, TypeError: the plan does not fit the model, the optimizer is of another model or kind, or a layer
-            does not let its size be set. Nothing has been changed then.
+        ValueError, TypeError: the plan does not fit the model, the optimizer belongs to another model or is not
+            supported, or a size attribute of a layer cannot be set. Nothing has changed then.
     """
     if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
@@ -93,7 +93,7 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
 
 @dataclass
 class _UnitSplits:
-    """The splits of a unit's neurons, in the order of the neurons, copy after copy."""
+    """The splits of one unit, sorted by neuron; the copies of all neurons are concatenated."""
 
     neurons: Tensor  # (splits,)
     copies: Tensor  # (splits,)
@@ -106,7 +106,7 @@ class _UnitSplits:
         neurons = torch.tensor([split.neuron for split in splits])
         copies = torch.tensor([split.weights.shape[0] for split in splits])
         with torch.no_grad():
-            # Splits may come in different precisions: in float64 all of them are what they were.
+            # Splits may have different dtypes; float64 holds all of them exactly.
             weights = torch.cat([split.weights for split in splits]).to("cpu", torch.float64)
             return cls(neurons, copies, weights, torch.cat([split.offsets for split in splits]))
 
@@ -127,7 +127,7 @@ class _Expansion:
     weight: Tensor  # (M',), float64
     share: Tensor  # (M',), float64: one over the number of copies of the channel
     offsets: Tensor  # (R, D), delta of all copies of split neurons
-    offset_rows: Tensor  # (M',), which row of offsets belongs to a channel; -1 for one that is not split
+    offset_rows: Tensor  # (M',), the row of `offsets` of a channel; -1 if it is not split
 
     @classmethod
     def of(cls, splits: _UnitSplits, width: int, module: nn.Module) -> _Expansion:
@@ -142,14 +142,14 @@ class _Expansion:
         weight = torch.ones(len(index), dtype=torch.float64)
         weight[moved] = splits.weights
         offset_rows = torch.where(moved, moved.cumsum(0) - 1, -1)
-        # In the precision of the parameters: eps * delta is added to them and rounds to it anyway.
+        # The parameters' precision is enough: eps * delta is added to them and rounded to it anyway.
         offsets = splits.offsets.to(like.device, like.dtype)
         return cls(index, weight, 1 / copies[index].double(), offsets, offset_rows)
 
 
 @dataclass
 class _Change:
-    """A parameter or buffer of a module, and how to make its successor: the value, and entries of optimizer state."""
+    """A change of one parameter or buffer: how its value grows, and how its entries of optimizer state grow."""
 
     module: nn.Module
     name: str
@@ -170,13 +170,13 @@ class _Expansions(dict[str, _Expansion]):
     """The expansions of the units that are split, by name."""
 
     def of_layout(self, layout: Layout, multiplier: int = 1) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return for the entries of a layout: which old entry each new one copies, its weight, and its share.
+        """Return, for every new entry of a layout, the old entry that it copies, its weight and its share.
 
-        None where no entry is of a unit that is split.
+        Return None if no entry belongs to a unit that is split.
         """
         if not any(segment.producer in self for segment in layout):
             return None
-        # Several layers have the same channels: a depthwise convolution, its BatchNorm, the consumer.
+        # Results are kept: a depthwise convolution, its BatchNorm and the consumer all have the same channels.
         key = (tuple(layout), multiplier)
         if key not in self._layouts:
             self._layouts[key] = self._expand(layout, multiplier)
@@ -202,7 +202,7 @@ class _Expansions(dict[str, _Expansion]):
 
 
 def _layer_changes(graph: Graph, name: str, module: nn.Module, expansions: _Expansions, eps: float) -> list[_Change]:
-    """Return every change that the expansions make to one layer."""
+    """Return all changes that the expansions make to one layer."""
     layer = graph.layers[name]
     if layer.kind in ("depthwise", "batchnorm", "custom"):
         multiplier = module.out_channels // module.in_channels if isinstance(module, nn.Conv2d) else 1
@@ -250,7 +250,7 @@ def _weight_change(
     new_columns = like(columns)
     shift = shift_rows = None
     if own is not None:
-        # Without its last entry, where that belongs to the bias.
+        # If the layer has a bias, the last entry of an offset belongs to the bias and is left out.
         shift = own.offsets[:, : old[0].numel()].reshape(-1, *old.shape[1:])
         shift_rows = like(own.offset_rows)
     widening = Widening(old, rows, None, shift, shift_rows, new_columns, like(column_weight), eps)
@@ -278,7 +278,7 @@ def _channel_change(
 def _metric_change(module: EdgeConv, columns: Tensor, share: Tensor) -> _Change:
     old = module.metric
     rows = columns.to(old.device)
-    # A buffer: no optimizer has state for it.
+    # The metric is a buffer: no optimizer has state for it.
     return _Change(module, "metric", old, Widening(old, rows, share.to(old)), lambda tensor, _: Widening(tensor, rows))
 
 
@@ -289,7 +289,7 @@ def _scaled(weight: Tensor, scaling: int) -> Tensor:
 def _widened_state(
     changes: Sequence[_Change], optimizer: torch.optim.Optimizer | None, kinds: Mapping[str, int]
 ) -> list[dict[str, object]]:
-    """Return the optimizer's state of every changed tensor, with a Widening in place of what must grow."""
+    """Return the optimizer's state of every changed tensor, with a Widening in place of each tensor that must grow."""
     states: list[dict[str, object]] = []
     for change in changes:
         state = optimizer.state.get(change.old, {}) if optimizer is not None else {}
@@ -297,7 +297,7 @@ def _widened_state(
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == change.old.shape and value.dim() > 0:
                 if key not in kinds:
-                    raise ValueError(f"optimizer: splitting cannot carry its state {key!r} along")
+                    raise ValueError(f"optimizer: splitting does not support its state {key!r}")
                 value = change.state(value, kinds[key])
             entries[key] = value
         states.append(entries)
@@ -317,7 +317,7 @@ def _commit_state(
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:
-    """Return what the size attributes of a module must be, by its tensors."""
+    """Return the values of a module's size attributes that fit its tensors."""
     sizes: dict[str, int] = {}
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Conv2d) and isinstance(weight, Tensor):
@@ -333,7 +333,7 @@ def _sizes(module: nn.Module) -> dict[str, int]:
         sizes = {"num_features": len(module.running_mean)}  # type: ignore[arg-type]
     custom = layers.custom_layer(module)
     if custom is not None:
-        # A tensor that is optional may not be there.
+        # Optional tensors may be absent.
         tensors = [getattr(module, name) for name in layers.per_channel_tensors(module)]
         if tensors:
             sizes |= dict.fromkeys(custom.size_attributes, len(tensors[0]))
@@ -344,7 +344,7 @@ def _check_splits(plan: SplitPlan) -> dict[str, _UnitSplits]:
     """Return the splits by unit; raise if one of them does not fit the graph."""
     seen: set[tuple[str, int]] = set()
     for split in plan.splits:
-        # The usual case in one look: a plan may have thousands of splits.
+        # One check covers the usual case: a plan may have thousands of splits.
         unit = plan.graph.units.get(split.unit)
         if unit is None or (split.unit, split.neuron) in seen or not _fits(split, unit):
             _explain_misfit(split, plan.graph)
@@ -352,7 +352,7 @@ def _check_splits(plan: SplitPlan) -> dict[str, _UnitSplits]:
         seen.add((split.unit, split.neuron))
     by_unit = {name: _UnitSplits.of(splits) for name, splits in plan.by_unit().items()}
     for name, splits in by_unit.items():
-        # All splits of a unit at once; one by one only to say which of them it is.
+        # All splits of a unit are checked at once; only the error message looks at them one by one.
         if not splits.is_valid():
             _explain_invalid([split for split in plan.splits if split.unit == name])
     return by_unit
@@ -399,7 +399,12 @@ def _explain_invalid(splits: Sequence[NeuronSplit]) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> Mapping[str, int]:
-    """Return how the optimizer's state scales; raise if its kind is not known, or if it is of another model."""
+    """Return how the entries of the optimizer's state scale, by key.
+
+    Raises:
+        TypeError: splitting does not support this type of optimizer.
+        ValueError: the optimizer holds parameters that are not the model's.
+    """
     if optimizer is None:
         return {}
     if type(optimizer) not in OPTIMIZER_STATE:

@@ -1,4 +1,4 @@
-"""Changes of a model that happen as a whole: where one of them fails, those before it are undone."""
+"""Changes to a model that are made together: if one of them fails, the earlier ones are undone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class AllOrNothing:
-    """A `with` block that changes modules and an optimizer; on an error the same objects are in place as before.
+    """A `with` block for changes to modules and an optimizer; an error undoes all of them.
 
-    That holds for parameters, buffers and attributes of the modules, for parameter groups and state of the optimizer,
-    and for what tensors hold that are written with `write`.
+    After an error, the modules hold the same parameters, buffers and attributes as before, and the optimizer the same
+    parameter groups and state: the same objects, not copies. Tensors written with `write` hold their old values.
     """
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -27,13 +27,13 @@ class AllOrNothing:
         self._written: list[tuple[Tensor, Tensor]] = []
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
-        """Let a tensor hold other values."""
+        """Copy values into a tensor; an error in the block restores the old values."""
         with torch.no_grad():
             self._written.append((tensor, tensor.clone()))
             try:
                 tensor.copy_(values)
             except RuntimeError:
-                # It cannot be written, so that it could not be written back either.
+                # A tensor that cannot be written cannot be restored either.
                 self._written.pop()
                 raise
 
@@ -43,7 +43,7 @@ class AllOrNothing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             return
-        # Backwards: a tensor may have been written twice.
+        # In reverse order: a tensor may have been written twice.
         with torch.no_grad():
             for tensor, values in reversed(self._written):
                 tensor.copy_(values)
@@ -53,10 +53,12 @@ class AllOrNothing:
 
 
 def set_size(module: nn.Module, name: str, size: int) -> None:
-    """Set a size attribute of a module; one that follows the module's tensors by itself need not be settable.
+    """Set a size attribute of a module, unless it has this size already.
+
+    A property that is computed from the module's tensors therefore needs no setter.
 
     Raises:
-        ValueError: the module does not let it be set.
+        ValueError: the attribute cannot be set.
     """
     try:
         if getattr(module, name, None) != size:
