@@ -1,4 +1,4 @@
-"""Caps and budgets: plans keep them, and are the best of all that do."""
+"""Caps and budgets: plans stay within them, and no other plan within them is better."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Copies = int | str
 
 @pytest.mark.parametrize("cost", ["filters", "params", "macs"])
 @pytest.mark.parametrize(("m", "caps", "most"), [(4, 2, 0), (4, 1, 0), (3, 1, 0), (4, 4, 3), (4, 5, 3), (3, 3, 2)])
-def test_a_cap_between_two_steps_is_the_lower_one(m: int, caps: int, most: int, cost: str) -> None:
+def test_a_cap_is_rounded_down_to_whole_splits(m: int, caps: int, most: int, cost: str) -> None:
     graph = mlp_graph(4, 4)
     spectra = negative(graph, [[-4.0, -1.0, -3.0, -2.0], [-1.0, -2.0, -3.0, -4.0]])
     for relax in (False, True):
@@ -41,7 +41,7 @@ def test_a_unit_that_cannot_grow_leaves_the_budget_to_others() -> None:
 
 
 def added_cost(graph: s3d.Graph, cost: str, growth: np.ndarray) -> np.ndarray:
-    """Return what every row of new filters per unit adds, as `count` says."""
+    """Return the cost that each row of `growth`, new filters per unit, adds according to `count`."""
     rows, place = np.unique(growth, axis=0, return_inverse=True)
     if cost == "filters":
         return growth.sum(1)
@@ -64,7 +64,7 @@ GRAPHS: dict[str, Callable[[], s3d.Graph]] = {
 @pytest.mark.parametrize("m", [2, 3, 4, "knapsack"])
 @pytest.mark.parametrize("cost", ["filters", "params", "macs"])
 @pytest.mark.parametrize("kind", GRAPHS)
-def test_plans_within_caps_and_budget_are_the_best_of_all(kind: str, cost: str, m: Copies) -> None:
+def test_a_plan_is_the_best_of_all_within_caps_and_budget(kind: str, cost: str, m: Copies) -> None:
     graph = GRAPHS[kind]()
     copies, growth = all_choices(graph)
     price = added_cost(graph, cost, growth)
@@ -89,9 +89,9 @@ def test_plans_within_caps_and_budget_are_the_best_of_all(kind: str, cost: str, 
                 assert plan.gain == pytest.approx(best, abs=1e-6)
 
 
-def test_ties_go_to_the_first_only_within_the_budget() -> None:
+def test_ties_go_to_the_first_unit_only_within_the_budget() -> None:
     graph = mlp_graph(7, 7)
-    # 3 x 0.1 + 4 x 0.1 is 0.7, and 7 x 0.1 is a little more.
+    # In floating point, 3 x 0.1 + 4 x 0.1 is 0.7, and 7 x 0.1 is a little more.
     spectra = negative(graph, [[-1.0] * 7, [-1.0] * 7])
     for budget in np.arange(1, 14) / 10:
         plan = s3d.select(spectra, graph, c=1, budget=float(budget), cost=lambda unit: 0.1)

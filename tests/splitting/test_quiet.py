@@ -1,4 +1,4 @@
-"""The integer programme prints nothing, and the output of everything else is kept."""
+"""The integer programme prints nothing, and other output is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.splitting.test_selection import (
     random_spectra,
 )
 
-# Budgets at which HiGHS prints a line when it is left alone.
+# Seeds for which HiGHS prints a line without `quiet`.
 LOUD = (0, 5, 59, 65, 89, 99)
 
 
@@ -31,7 +31,7 @@ def test_budgets_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Run a programme; its output is a pipe, for which C keeps what it is given until it is flushed."""
+    """Run a programme; its output goes to a pipe, which C buffers until it is flushed."""
     root = Path(__file__).parent.parent
     head = "import ctypes, os, sys, threading\nfrom s3d_fast.splitting.quiet import quiet\nC = ctypes.CDLL(None)\n"
     return subprocess.run(
@@ -45,7 +45,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_only_what_is_printed_inside_is_lost() -> None:
+def test_only_output_inside_the_block_is_lost() -> None:
     done = run(
         """
         print("python before")
@@ -64,7 +64,7 @@ def test_only_what_is_printed_inside_is_lost() -> None:
     assert done.stderr == "error after\n"
 
 
-def test_streams_are_restored_after_errors_and_by_the_last_of_several() -> None:
+def test_streams_are_restored_after_errors_and_by_the_last_of_several_blocks() -> None:
     done = run(
         """
         try:
@@ -83,7 +83,7 @@ def test_streams_are_restored_after_errors_and_by_the_last_of_several() -> None:
         with quiet():
             thread.start()
             entered.wait()
-        # The other block is not over.
+        # The other block is still open.
         os.write(1, b"lost\\n")
         leave.set()
         thread.join()
@@ -115,7 +115,7 @@ def test_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
     assert (tmp_path / "found").read_text() == "True"
 
 
-def test_without_descriptors_the_block_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_runs_without_free_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError("too many open files")
 

@@ -1,4 +1,4 @@
-"""Selection: the chosen splits are the best ones within the limit, at their true cost, and nothing else is chosen."""
+"""Selection: the chosen splits are the best within the limits, at their true cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLACK = 1e-9
 
 
 class ConvNet(nn.Module):
-    """A convolution, a depthwise one with BatchNorm, a pointwise one, and a classifier."""
+    """A convolution, a depthwise convolution with BatchNorm, a pointwise convolution, and a classifier."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def made_up(graph: s3d.Graph, ends: Mapping[str, Ends], dtype: torch.dtype = torch.float64) -> dict[str, s3d.Spectrum]:
-    """Return spectra with the given smallest and largest eigenvalues per unit; the vectors are axes."""
+    """Return spectra with the given smallest and largest eigenvalues per unit; the eigenvectors are axes."""
     spectra = {}
     for name, (low, high) in ends.items():
         unit = graph.units[name]
@@ -80,7 +80,7 @@ def made_up(graph: s3d.Graph, ends: Mapping[str, Ends], dtype: torch.dtype = tor
 
 
 def negative(graph: s3d.Graph, gains: Sequence[Sequence[float]]) -> dict[str, s3d.Spectrum]:
-    """Return spectra whose gain at m = 2 and c = 1 is the given one: all of a neuron's eigenvalues are its gain."""
+    """Return spectra with the given gains at m = 2 and c = 1: all eigenvalues of a neuron equal its gain."""
     return made_up(graph, {name: (row, row) for name, row in zip(graph.units, gains, strict=True)})
 
 
@@ -95,7 +95,7 @@ def random_spectra(graph: s3d.Graph, rng: np.random.Generator) -> dict[str, s3d.
 
 
 def chosen(plan: s3d.SplitPlan) -> dict[tuple[str, int], int]:
-    """Return the copies of every neuron that is split; a neuron must not be split twice."""
+    """Return the number of copies of every split neuron; assert that no neuron is split twice."""
     found = {(split.unit, split.neuron): split.copies for split in plan.splits}
     assert len(found) == len(plan) == len(plan.splits)
     return found
@@ -165,7 +165,7 @@ def test_a_fraction_is_a_share_of_the_neurons_with_a_spectrum(unit: str, count: 
     assert len(plan) == count
     assert chosen(plan) == chosen(s3d.select(spectra, graph, c=1, top_k=count))
     assert {split.unit for split in plan.splits} == {unit}
-    # Without a limit all of them are split, and no others.
+    # Without a limit, all neurons with a spectrum are split, and no others.
     every = graph.widths() | {unit: 4 * count}
     assert s3d.select(spectra, graph, c=1).widths() == s3d.select(spectra, graph, c=1, fraction=1.0).widths() == every
 
@@ -224,12 +224,12 @@ def test_caps_bound_the_new_filters_of_a_unit(limit: dict[str, Any], m: int) -> 
     ]:
         plan = s3d.select(spectra, graph, m=m, c=1.0001, caps=caps, **limit)
         found = chosen(plan)
-        # Within a unit the caps keep the best.
+        # Within a unit, the caps keep the best neurons.
         best = {"layers.0": [0, 2, 3, 1], "layers.2": [3, 2, 1, 0]}
         assert set(found) == {(name, neuron) for name, count in split.items() for neuron in best[name][:count]}
 
 
-def test_the_knapsack_keeps_to_the_caps() -> None:
+def test_the_knapsack_stays_within_the_caps() -> None:
     graph = mlp_graph(3, 3)
     copies, added = all_choices(graph)
     for seed in range(20):
@@ -243,7 +243,7 @@ def test_the_knapsack_keeps_to_the_caps() -> None:
 
 @pytest.mark.parametrize("round_to", [1, 2, 4, 8])
 @pytest.mark.parametrize("m", [2, 3])
-def test_widths_are_rounded_by_giving_up_the_least_gains(round_to: int, m: int) -> None:
+def test_widths_are_rounded_by_dropping_the_smallest_gains(round_to: int, m: int) -> None:
     graph = mlp_graph(6, 5)
     for seed in range(10):
         spectra = random_spectra(graph, np.random.default_rng(seed))
@@ -255,7 +255,7 @@ def test_widths_are_rounded_by_giving_up_the_least_gains(round_to: int, m: int) 
             assert after == before or after % round_to == 0
             available = sorted(gains[name][neuron] for unit, neuron in free if unit == name)
             kept = sorted(gains[name][neuron] for unit, neuron in chosen(plan) if unit == name)
-            # The best of the unit, as many as there can be.
+            # The best neurons of the unit are kept, as many as possible.
             most = max(k for k in range(len(available) + 1) if k == 0 or (before + k * (m - 1)) % round_to == 0)
             assert kept == available[:most]
 
@@ -265,7 +265,7 @@ def test_widths_are_rounded_by_giving_up_the_least_gains(round_to: int, m: int) 
 def test_ties_go_to_the_first_unit_and_the_lowest_index(limit: dict[str, Any], gain: float) -> None:
     graph = mlp_graph(2, 5)
     spectra = negative(graph, [[gain] * 2, [gain] * 5])
-    # The order of the spectra is not that of the graph, and must not matter.
+    # The order of the spectra must not matter.
     for order in (spectra, dict(reversed(spectra.items()))):
         plan = s3d.select(order, graph, c=1, **limit)
         assert set(chosen(plan)) == {("layers.0", 0), ("layers.0", 1), ("layers.2", 0)}
@@ -303,7 +303,7 @@ def test_a_plan_holds_the_optimal_split_of_every_neuron(m: int, c: float) -> Non
     assert plan.predicted_change(0.1) == pytest.approx(0.005 * plan.gain)
 
 
-def test_a_plan_tells_widths_cost_and_gain() -> None:
+def test_a_plan_reports_widths_cost_and_gain() -> None:
     graph = mlp_graph(4, 3)
     spectra = negative(graph, [[-1.0, -1.0, 1.0, 1.0], [-2.0, 1.0, 1.0]])
     plan = s3d.select(spectra, graph, m=3, c=1)
@@ -320,7 +320,7 @@ def test_a_plan_tells_widths_cost_and_gain() -> None:
     assert not any(line.startswith("layers.0") for line in str(alone).splitlines())
 
 
-def test_the_cost_of_a_plan_is_that_of_the_grown_convolutions() -> None:
+def test_a_plan_predicts_the_parameters_of_grown_convolutions() -> None:
     graph = conv_graph(4, 5)
     plan = s3d.select(random_spectra(graph, np.random.default_rng(1)), graph, c=1.3)
     before, after = graph.widths(), plan.widths()
@@ -453,9 +453,9 @@ def test_the_exact_solution_is_never_worse_than_the_relaxation_at_true_cost() ->
 
 
 @pytest.mark.parametrize("budget", [3, 100])
-def test_copies_that_gain_nothing_more_are_not_made(budget: int) -> None:
+def test_copies_without_more_gain_are_not_made(budget: int) -> None:
     graph = mlp_graph(4)
-    # With c = 1 more than two copies gain nothing; a spectrum of one sign gains nothing from a fourth copy.
+    # With c = 1, a third copy gains nothing more; with eigenvalues of one sign, a fourth copy gains nothing more.
     ends: dict[str, Ends] = {"layers.0": ([-1.0, -2.0, -3.0, -1.5], [2.0, 1.0, -1.0, 0.0])}
     plan = s3d.select(made_up(graph, ends), graph, m="knapsack", c=1, budget=budget)
     assert set(chosen(plan).values()) == {2}
@@ -464,7 +464,7 @@ def test_copies_that_gain_nothing_more_are_not_made(budget: int) -> None:
     assert set(chosen(plan).values()) == {3}
 
 
-def test_all_of_a_large_budget_is_spent_on_what_gains_most() -> None:
+def test_a_large_budget_buys_four_copies_of_every_neuron() -> None:
     graph = mlp_graph(3, 3)
     ends: dict[str, Ends] = dict.fromkeys(graph.units, ([-1.0] * 3, [2.0] * 3))
     plan = s3d.select(made_up(graph, ends), graph, m="knapsack", c=3, budget=18)
@@ -486,7 +486,7 @@ def test_tiny_gains_are_chosen_like_large_ones() -> None:
         assert plan.gain == pytest.approx(best, rel=1e-9, abs=0)
 
 
-def test_float32_spectra_make_plans_too() -> None:
+def test_float32_spectra_are_supported() -> None:
     graph = mlp_graph(3)
     spectra = made_up(graph, {"layers.0": ([-1.0, -2.0, 0.5], [1.0, 1.0, 1.0])}, torch.float32)
     assert set(chosen(s3d.select(spectra, graph, c=1))) == {("layers.0", 0), ("layers.0", 1)}

@@ -1,4 +1,4 @@
-"""Surgery: splits keep the function, change the loss as predicted, cost what was said, and carry state along."""
+"""Surgery: splits of size zero keep the function; loss, cost and optimizer state change as predicted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ every_model = pytest.mark.parametrize("case", MODELS, ids=str)
 def optimal_plan(
     model: nn.Module, graph: Graph, batch: tuple[Tensor, Tensor], m: int, units: tuple[str, ...] | None = None
 ) -> SplitPlan:
-    """Return the plan that splits every filter of the units as the theorems say, from exact eigenpairs."""
+    """Return a plan with the optimal split of every filter of the units, from exact eigenpairs."""
     captured = capture(model, squared_error, [batch], graph, units=units)
     splits = []
     for name, spectrum in extremal_eigenpairs(captured, solver="exact").items():
@@ -66,7 +66,7 @@ def pair_plan(graph: Graph, weights: tuple[float, ...], every: int = 1) -> Split
 
 
 def assert_sizes_agree(model: nn.Module) -> None:
-    """Assert that the size attributes of every layer are those of its tensors."""
+    """Assert that the size attributes of every layer match its tensors."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             assert module.weight.shape[:2] == (module.out_channels, module.in_channels // module.groups)
@@ -88,7 +88,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
 
 
 @every_model
-def test_three_rounds_of_splitting_by_nothing_keep_the_outputs(case: ModelCase) -> None:
+def test_three_rounds_of_splits_of_size_zero_keep_the_outputs(case: ModelCase) -> None:
     model = case.model()
     batch = case.batch(model)
     before = outputs(model, batch[0])
@@ -104,7 +104,7 @@ def test_three_rounds_of_splitting_by_nothing_keep_the_outputs(case: ModelCase) 
 
 @every_model
 @pytest.mark.parametrize("m", [2, 3, 4])
-def test_optimal_splits_by_nothing_keep_the_outputs(case: ModelCase, m: int) -> None:
+def test_optimal_splits_of_size_zero_keep_the_outputs(case: ModelCase, m: int) -> None:
     model = case.model(case.kinked)
     batch = case.batch(model)
     graph = trace(model, batch[0])
@@ -171,12 +171,12 @@ def test_copies_stand_next_to_one_another_in_the_order_of_their_weights() -> Non
     torch.testing.assert_close(model.layers[3].weight, columns)
 
 
-def test_the_metric_of_an_edgeconv_is_shared_by_copies() -> None:
+def test_copies_share_the_metric_of_an_edgeconv() -> None:
     case = BY_NAME["dgcnn"]
     model = case.model()
     for m in (2, 3):
         apply_splits(model, random_plan(trace(model, case.inputs()), m, units=["edgeconvs.0"], every=2), eps=0.0)
-    # Neurons 0 and 2 of 4 became pairs: (a a) b (c c) d; then places 0, 2 and 4 of those six became triplets.
+    # Neurons 0 and 2 of 4 became pairs: (a a) b (c c) d. Then positions 0, 2 and 4 of these six became triplets.
     expected = [1 / 6] * 3 + [1 / 2] + [1 / 3] * 3 + [1 / 2] + [1 / 6] * 3 + [1.0]
     torch.testing.assert_close(model.edgeconvs[1].metric, torch.tensor(expected, dtype=torch.float64))
     assert torch.equal(model.edgeconvs[0].metric, torch.ones(3, dtype=torch.float64))
@@ -261,13 +261,13 @@ def remainder_slope(
         apply_splits(split, plan, eps=eps)
         remainders.append(abs(loss_of(split, batch) - before - plan.predicted_change(eps)))
     remainder = torch.tensor(remainders, dtype=torch.float64)
-    # Otherwise rounding is what is fitted.
+    # Otherwise the fit would see rounding errors.
     assert remainder.min() > 20 * torch.finfo(torch.float64).eps * before
     x, y = steps.log(), remainder.log()
     return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
-# Steps large enough to stand above rounding, and so small that no neighbour and no winner of a maximum changes.
+# Steps large enough to stand above rounding, and small enough that no nearest neighbour and no maximum changes.
 RANGES = {
     "mlp": (3e-3, 3e-2),
     "mlp-batchnorm": (3e-3, 3e-2),
@@ -287,7 +287,7 @@ def test_the_remainder_falls_like_the_third_power_of_the_step(name: str, m: int)
     graph = trace(model, batch[0])
     assert all(unit.left_out == () for unit in graph)
     plan = optimal_plan(model, graph, batch, m)
-    # Four copies come in pairs of opposite offsets: their remainder falls faster, and meets rounding earlier.
+    # Four copies have pairs of opposite offsets: their remainder falls faster and reaches rounding errors earlier.
     smallest, largest = (1.2e-4, 3e-4) if (name, m) == ("dgcnn", 4) else RANGES[name]
     assert remainder_slope(model, plan, batch, smallest, largest) >= 2.8
 
@@ -339,7 +339,7 @@ def recount(model: nn.Module, x: Tensor) -> Cost:
 
 @every_model
 @pytest.mark.parametrize("m", [2, 4])
-def test_a_plan_adds_what_it_says(case: ModelCase, m: int) -> None:
+def test_a_plan_adds_the_cost_that_it_predicts(case: ModelCase, m: int) -> None:
     model = case.model()
     x = case.inputs()
     plan = random_plan(trace(model, x), m, every=2)
@@ -349,7 +349,7 @@ def test_a_plan_adds_what_it_says(case: ModelCase, m: int) -> None:
 
 
 @every_model
-def test_the_marginal_cost_is_that_of_one_more_copy(case: ModelCase) -> None:
+def test_the_marginal_cost_is_the_cost_of_one_more_copy(case: ModelCase) -> None:
     model = case.model()
     x = case.inputs()
     graph = trace(model, x)
@@ -377,7 +377,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> None:
-    """Take a step on every batch, in eval mode so that nothing but the gradients matters."""
+    """Take a step on every batch, in eval mode, so that only the gradients matter."""
     model.eval()
     for x, target in batches:
         optimizer.zero_grad()
@@ -386,7 +386,7 @@ def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield parameter name, name of the entry, and the entry of an optimizer's state."""
+    """Yield the tensors of an optimizer's state as (parameter name, key, tensor)."""
     for name, parameter in model.named_parameters():
         assert parameter in optimizer.state
         for key, value in optimizer.state[parameter].items():
@@ -408,7 +408,7 @@ def test_carried_state_is_what_the_split_model_would_have_accumulated(
 
     split = copy.deepcopy(model)
     apply_splits(split, plan, eps=0.0)
-    # Without a learning rate nothing moves and both see the same function at every step.
+    # At a learning rate of 0 the weights do not move, so both models compute the same function at every step.
     expected_optimizer = OPTIMIZERS[which](split.parameters(), lr=0.0)
     accumulate(split, expected_optimizer, batches)
 
@@ -426,7 +426,7 @@ def test_carried_state_is_what_the_split_model_would_have_accumulated(
 
 
 @pytest.mark.parametrize("weights", [POSITIVE, SIGNED, (0.5, 0.8, -0.3)], ids=["positive", "signed", "three"])
-def test_gradients_of_copies_are_weighted_and_those_of_columns_are_not(weights: tuple[float, ...]) -> None:
+def test_gradients_of_copied_rows_are_weighted_and_gradients_of_columns_are_not(weights: tuple[float, ...]) -> None:
     case = BY_NAME["mlp-batchnorm"]
     model = case.model()
     batch = case.batch(model)
@@ -463,7 +463,7 @@ def test_state_fits_the_parameters_after_three_rounds_of_training(which: str) ->
                 assert value.shape == model.get_parameter(name).shape, key
     accumulate(model, optimizer, batches)
     assert all(value.isfinite().all() for _, _, value in states(model, optimizer))
-    # What was saved can be loaded into an optimizer of a copy.
+    # The saved state can be loaded into an optimizer of a copy.
     twin = copy.deepcopy(model)
     fresh = OPTIMIZERS[which](twin.parameters(), lr=1e-4)
     fresh.load_state_dict(optimizer.state_dict())
@@ -492,7 +492,7 @@ def test_parameter_groups_keep_their_options_and_order() -> None:
         assert all(p is model.get_parameter(name) for p, name in zip(group["params"], names, strict=True))
 
 
-def test_an_optimizer_over_some_of_the_parameters_is_fine() -> None:
+def test_an_optimizer_may_hold_only_some_of_the_parameters() -> None:
     case = BY_NAME["mlp-batchnorm"]
     model = case.model()
     optimizer = torch.optim.Adam(model.layers[3].parameters(), lr=0.0)
@@ -509,7 +509,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler
 
 
 @pytest.mark.parametrize("which", SCHEDULERS)
-def test_learning_rate_schedules_go_on(which: str) -> None:
+def test_learning_rate_schedules_continue_after_a_split(which: str) -> None:
     case = BY_NAME["mlp"]
     rates = []
     for splitting in (False, True):
@@ -528,7 +528,7 @@ def test_learning_rate_schedules_go_on(which: str) -> None:
     assert rates[0] == rates[1]
 
 
-# The optimizer, and by how much a split row's step counts: an adaptive step has the sign of the gradient, not its size.
+# The optimizer, and the factor of a split row's step: an adaptive step has the sign of the gradient, not its size.
 STEPPERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[[Tensor], Tensor]]] = {
     "sgd": (torch.optim.SGD, lambda w: w.square().sum()),
     "momentum": (partial(torch.optim.SGD, momentum=0.9), lambda w: w.square().sum()),
@@ -540,11 +540,11 @@ STEPPERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[[Tensor
 @pytest.mark.parametrize("which", STEPPERS)
 @pytest.mark.parametrize("weights", [POSITIVE, SIGNED, (0.5, 0.8, -0.3)], ids=["positive", "signed", "three"])
 def test_the_first_step_after_a_split_moves_the_function_as_predicted(weights: tuple[float, ...], which: str) -> None:
-    """The velocity of the outputs under a small step is that of the unsplit model, entry by entry rescaled.
+    """A split rescales the step of every parameter by a known factor; the outputs move accordingly.
 
-    A row's copies move by w_k times its parent's step, or by the sign of w_k where steps are adaptive, and are read
-    with the weights w_k: together sum w_k^2, or sum |w_k|, times the parent's. Each of the m columns moves as its
-    parent: m times. An entry that is in both: the product.
+    Copy k of a row moves by w_k times its parent's step (by sign(w_k) times it, if steps are adaptive). Its output has
+    the weight w_k, so the factor of a row is sum w_k^2 (or sum |w_k|). Each of the m columns moves like its parent, so
+    the factor of a column is m. For an entry in a split row and a split column the factors multiply.
     """
     case = BY_NAME["mlp-batchnorm"]
     model = case.model().eval()
@@ -568,7 +568,7 @@ def test_the_first_step_after_a_split_moves_the_function_as_predicted(weights: t
         factor[f"{consumer}.weight"][:, rows] *= m
 
     def step(lr: float, split: bool) -> nn.Module:
-        """Return the model after a step of size lr, with two steps' worth of state behind it; split before, or not."""
+        """Return the model after a step of size lr, with the state of two earlier steps; `split` splits it before."""
         stepped = copy.deepcopy(model)
         optimizer = make(stepped.parameters(), lr=0.0)
         for scale in (1.0, -0.5):
@@ -583,7 +583,7 @@ def test_the_first_step_after_a_split_moves_the_function_as_predicted(weights: t
         optimizer.step()
         return stepped
 
-    # A step of size 1 of the unsplit model is its velocity; its parameters are not evaluated at.
+    # A step of size 1 is the velocity of the unsplit model; the model is not evaluated there.
     unsplit = dict(step(1.0, split=False).named_parameters())
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     tangents = tuple(factor[name] * (unsplit[name].detach() - p) for name, p in parameters.items())
@@ -640,7 +640,7 @@ def refuse(
     optimizer: torch.optim.Optimizer | None = None,
     error: type[Exception] | tuple[type[Exception], ...] = ValueError,
 ) -> None:
-    """Assert that a call is refused with a message and that nothing changed."""
+    """Assert that a call raises an error with a message and changes nothing."""
     before = bits(model, optimizer)
     with pytest.raises(error, match=match):
         apply_splits(model, plan, eps=eps, optimizer=optimizer)
@@ -682,7 +682,7 @@ SPOIL: dict[str, tuple[Callable[[NeuronSplit], NeuronSplit], str]] = {
 def test_a_bad_split_is_refused_and_changes_nothing(which: str) -> None:
     model, plan, optimizer = prepared()
     spoil, match = SPOIL[which]
-    # The last of many splits is bad, so that the others could have been made before it.
+    # The last of many splits is bad: the others could have been made before it.
     bad = SplitPlan(plan.graph, [*plan.splits[:-1], spoil(plan.splits[-1])])
     refuse(bad, model, match, optimizer=optimizer)
 
@@ -738,12 +738,12 @@ def test_a_model_whose_columns_do_not_fit_is_refused() -> None:
     assert optimizer.state
 
 
-def test_weights_that_are_computed_are_not_touched_by_looking() -> None:
+def test_checks_do_not_evaluate_computed_weights() -> None:
     model = BY_NAME["mlp"].model()
     nn.utils.parametrizations.spectral_norm(model.layers[4])
     x = BY_NAME["mlp"].inputs()
     plan = random_plan(trace(model, x), 2, units=["layers.0"])
-    # In train mode every look at the weight moves the vectors of spectral_norm.
+    # In train mode, every access to the weight updates the vectors of spectral_norm.
     model.train()
     refuse(SplitPlan(plan.graph, [*plan.splits, plan.splits[0]]), model, "split twice")
     before = outputs(model, x)
