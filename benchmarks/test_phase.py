@@ -11,7 +11,7 @@ from benchmarks.autodiff_rayleigh import AutodiffRayleigh
 from benchmarks.compare import compare, error
 from benchmarks.device import DEVICE
 from s3d_fast.models import MobileNetV1
-from s3d_fast.solvers import DEFAULT_SEED
+from s3d_fast.solvers.eigenpairs import DEFAULT_SEED
 
 TOLERANCE = 1e-2
 

@@ -16,7 +16,7 @@ from s3d_fast.solvers.auto import Auto
 from s3d_fast.solvers.exact import Exact
 from s3d_fast.solvers.lanczos import Lanczos
 from s3d_fast.solvers.rayleigh import Rayleigh
-from s3d_fast.solvers.solver import Solver
+from s3d_fast.solvers.solver import Eigenproblem, Solver
 from s3d_fast.solvers.spectrum import Spectrum
 
 # Start vectors must not equal rows of the data, and random data are often drawn after manual_seed(0). A Krylov space
@@ -108,7 +108,8 @@ def extremal_eigenpairs(
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
 
     operators = _as_list(operator)
-    spectra = solver.solve(operators, _random_starts(operators, generator), tol, backend, progress)
+    starts = _random_starts(operators, generator)
+    spectra = solver.solve(Eigenproblem(operators, starts, tol, backend, progress))
 
     if isinstance(operator, Mapping):
         return dict(zip(operator, spectra, strict=True))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from s3d_fast.backends.choice import choose
-from s3d_fast.operators import SplittingOperator, dense_all
-from s3d_fast.solvers.solver import Solver
+from s3d_fast.operators import dense_all
+from s3d_fast.solvers.solver import Eigenproblem, Solver
 from s3d_fast.solvers.spectrum import Found, Spectrum, measured, unit_vectors
 
 
@@ -18,24 +16,17 @@ from s3d_fast.solvers.spectrum import Found, Spectrum, measured, unit_vectors
 class Exact(Solver):
     """Forms S and reduces it in float64: O(M D^2) memory, O(M D^3) time."""
 
-    def solve(
-        self,
-        operators: Sequence[SplittingOperator],
-        starts: Sequence[Tensor],
-        tol: float,
-        backend: str,
-        progress: bool = False,
-    ) -> list[Spectrum]:
+    def solve(self, problem: Eigenproblem) -> list[Spectrum]:
         """Return the spectrum of every operator; the start vectors are not used.
 
         `matvecs` is 0 for every filter: the residuals come from products with the formed S.
         """
         spectra = []
-        for operator, matrices in zip(operators, dense_all(operators, backend), strict=True):
-            _, vectors = choose(backend, matrices).symmetric_extremes(matrices)
+        for operator, matrices in zip(problem.operators, dense_all(problem.operators, problem.backend), strict=True):
+            _, vectors = choose(problem.backend, matrices).symmetric_extremes(matrices)
             zero = torch.zeros(operator.shape[0], dtype=torch.int64, device=operator.device)
             vectors = vectors.to(operator.dtype)
             V = unit_vectors(Found(vectors[:, 0], vectors[:, 1], zero, zero))
             SV = torch.einsum("mde,kme->kmd", matrices, V)
-            spectra.append(measured(V, SV, zero, zero, tol))
+            spectra.append(measured(V, SV, zero, zero, problem.tol))
         return spectra

@@ -13,7 +13,7 @@ from s3d_fast.backends.choice import choose
 from s3d_fast.backends.interface import Backend
 from s3d_fast.base import require
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.solver import Solver, counted
+from s3d_fast.solvers.solver import Eigenproblem, Solver, counted
 from s3d_fast.solvers.spectrum import Found, Spectrum, spectrum, unit_vectors
 
 # Steps between two checks of convergence: finding the Ritz values costs about as much as a step of a small layer, and
@@ -48,14 +48,7 @@ class Lanczos(Solver):
     def __post_init__(self) -> None:
         require.count("max_iters", self.max_iters)
 
-    def solve(
-        self,
-        operators: Sequence[SplittingOperator],
-        starts: Sequence[Tensor],
-        tol: float,
-        backend: str,
-        progress: bool = False,
-    ) -> list[Spectrum]:
+    def solve(self, problem: Eigenproblem) -> list[Spectrum]:
         """Return the spectrum of every operator.
 
         A filter counts as converged when both Ritz residuals are at most tol times its spectral radius, or when its
@@ -63,14 +56,16 @@ class Lanczos(Solver):
         eigenvectors exactly. Memory: one vector of M D entries per step and layer.
         """
         layers = [
-            _Spaces(operator, _started(operator, start)) for operator, start in zip(operators, starts, strict=True)
+            _Spaces(operator, _started(operator, start))
+            for operator, start in zip(problem.operators, problem.starts, strict=True)
         ]
+        tol, backend = problem.tol, problem.backend
         by_kind: dict[tuple[torch.dtype, torch.device], list[_Spaces]] = {}
         for spaces in layers:
             by_kind.setdefault((spaces.q.dtype, spaces.q.device), []).append(spaces)
         groups = [_Lockstep(members, tol, choose(backend, members[0].q)) for members in by_kind.values()]
-        always_look = _are_long(operators)
-        for step in counted(self.max_iters, progress):
+        always_look = _are_long(problem.operators)
+        for step in counted(self.max_iters, problem.progress):
             groups = [group for group in groups if group.layers]
             if not groups:
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.functional import normalize
 from s3d_fast.base import require
 from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.solver import Solver, counted
+from s3d_fast.solvers.solver import Eigenproblem, Solver, counted
 from s3d_fast.solvers.spectrum import Found, Spectrum, measure
 
 
@@ -35,25 +34,18 @@ class Rayleigh(Solver):
         require.count("max_iters", self.max_iters)
         require.positive("step", self.step)
 
-    def solve(
-        self,
-        operators: Sequence[SplittingOperator],
-        starts: Sequence[Tensor],
-        tol: float,
-        backend: str,
-        progress: bool = False,
-    ) -> list[Spectrum]:
+    def solve(self, problem: Eigenproblem) -> list[Spectrum]:
         """Return the spectrum of every operator; a layer stops when its last filter has converged."""
-        runs = [_Descent(operator, start) for operator, start in zip(operators, starts, strict=True)]
-        for _ in counted(self.max_iters, progress):
+        runs = [_Descent(*pair) for pair in zip(problem.operators, problem.starts, strict=True)]
+        for _ in counted(self.max_iters, problem.progress):
             active = [run for run in runs if not run.finished]
             if not active:
                 break
-            products = matvec_all([run.operator for run in active], [run.V for run in active], backend)
+            products = matvec_all([run.operator for run in active], [run.V for run in active], problem.backend)
             for run, SV in zip(active, products, strict=True):
-                run.advance(SV, tol, self.step)
+                run.advance(SV, problem.tol, self.step)
         found = [Found(run.V[0], run.V[1], run.iterations, 2 * run.products) for run in runs]
-        return measure(operators, found, tol, backend)
+        return measure(problem.operators, found, problem.tol, problem.backend)
 
 
 class _Descent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from tqdm import tqdm
@@ -12,18 +13,35 @@ from s3d_fast.operators import SplittingOperator
 from s3d_fast.solvers.spectrum import Spectrum
 
 
+@dataclass(frozen=True)
+class Eigenproblem:
+    """The operators whose extreme eigenpairs are wanted, and how.
+
+    Attributes:
+        operators: all of them advance together.
+        starts: random unit vectors, (M, D) for each operator.
+        tol: a filter has converged when both residuals are at most `tol` times its spectral radius.
+        backend: the name of the backend.
+        progress: show a counter of the steps.
+    """
+
+    operators: Sequence[SplittingOperator]
+    starts: Sequence[Tensor]
+    tol: float
+    backend: str = "auto"
+    progress: bool = False
+
+    def restricted(self, places: Sequence[int]) -> Eigenproblem:
+        """Return the problem of the operators at these places."""
+        operators, starts = [self.operators[i] for i in places], [self.starts[i] for i in places]
+        return replace(self, operators=operators, starts=starts)
+
+
 class Solver(ABC):
     """Finds the smallest and largest eigenvalue of every filter of some operators, with their vectors."""
 
     @abstractmethod
-    def solve(
-        self,
-        operators: Sequence[SplittingOperator],
-        starts: Sequence[Tensor],  # each (M, D), random unit vectors
-        tol: float,
-        backend: str,
-        progress: bool = False,
-    ) -> list[Spectrum]:
+    def solve(self, problem: Eigenproblem) -> list[Spectrum]:
         """Return the spectrum of every operator."""
 
 
