@@ -16,7 +16,7 @@ from s3d_fast import data
 from s3d_fast.data import Entry
 
 WORKERS = min(2, len(os.sched_getaffinity(0)))
-# Python 3.12 and later warn of any fork once another test has started threads.
+# Python 3.12 and later warn about every fork after another test has started threads.
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
@@ -29,7 +29,7 @@ def random_bytes(*shape: int) -> np.ndarray:
 
 
 def smooth_image(width: int, height: int, number: int = 0) -> Image.Image:
-    """Return an image without detail, so that ways to resize it agree: red goes across, green down."""
+    """Return an image without detail, so that all ways to resize it agree; red grows to the right, green downwards."""
     across, down = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return Image.fromarray(np.stack([across, down, np.full_like(down, 20 * number)], -1).astype(np.uint8))
 

@@ -1,6 +1,6 @@
-"""A process of several that grow a network together: torchrun -m tests.distributed_worker FOLDER STAGE RANK.
+"""One of several processes that grow a network together: torchrun -m tests.distributed_worker FOLDER STAGE RANK.
 
-The process of the rank given dies in phase 1 when it has done the stage; with "none" all of them finish.
+The process with the given rank dies in phase 1 after the given stage; with the stage "none" all processes finish.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TINY = recipe("digits").with_settings(
 
 
 def arm(stage: str) -> None:
-    """Make this process die in phase 1."""
+    """Make this process die in phase 1, after the given stage."""
     if stage in grow_worker.CALLS:
         name = grow_worker.CALLS[stage]
         original, calls = getattr(growth, name), []
@@ -78,7 +78,7 @@ def arm(stage: str) -> None:
 
 
 def grow(folder: Path, world: World) -> list[Phase]:
-    """Run the recipe; every process saves the weights that each of its phases ends with."""
+    """Run the recipe; every process saves its weights at the end of every phase."""
     weights: dict[str, torch.Tensor] = {}
     trained = EpochTrainer.__call__
 

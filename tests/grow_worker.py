@@ -1,11 +1,11 @@
-"""A small growth to run in processes of its own: `run` finishes or resumes it, `kill` dies in the middle of it.
+"""A small growth for separate processes: `run` finishes or resumes it, `kill` dies in the middle of it.
 
     python -m tests.grow_worker run FOLDER
     python -m tests.grow_worker kill FOLDER STAGE PHASE
     python -m tests.grow_worker kill-all FOLDER
 
-`kill-all` does what `kill` does for every scenario, in forked processes and folders of their own, and prints for each
-its name and the signals that ended it.
+`kill-all` runs `kill` for every scenario, in forked processes and separate folders. It prints the name of each scenario
+and the signals that ended its processes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STAGES = [
     ("train", 2),
     ("evaluate", 2),
 ]
-# Where a run dies, and where the run that resumes it dies again.
+# Where each run of a scenario dies: the first run, then the runs that resume it.
 SCENARIOS = {f"{stage}-{phase}": [(stage, phase)] for stage, phase in STAGES} | {
     "again-and-again": [("half-phase", 0), ("train", 0), ("split", 1), ("half-network", 2), ("half-phase", 2)],
     "epoch-left": [("after-epoch", 1), ("half-epoch", 1)],
-    # Each run but those that die in a file gets one epoch further.
+    # Each run gets one epoch further, except the runs that die while they write a file.
     "epoch-by-epoch": [("after-epoch", 0)] * EPOCHS
     + [("half-epoch", 1), ("after-epoch", 1), ("before-epoch", 1), ("half-epoch", 1), ("after-epoch", 1)]
     + [("half-phase", 1), ("after-epoch", 2), ("half-network", 2)],
@@ -49,14 +49,14 @@ SCENARIOS = {f"{stage}-{phase}": [(stage, phase)] for stage, phase in STAGES} | 
 
 
 def data(count: int = 48, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return points of the plane and their classes: three rings."""
+    """Return points in the plane and their classes: three rings."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(count, 2, generator=generator, dtype=dtype)
     return x, (x.norm(dim=1) / 0.9).long().clamp(max=2)
 
 
 def accuracy(model: nn.Module) -> dict[str, float]:
-    """Return the share of points that the model gets right; leaves it in eval mode."""
+    """Return the share of points that the model classifies correctly; the model stays in eval mode."""
     x, target = data()
     model.eval()
     with torch.no_grad():
@@ -64,7 +64,7 @@ def accuracy(model: nn.Module) -> dict[str, float]:
 
 
 def grower(out: str | Path | None, **options: Any) -> s3d.Grower:
-    """Return a Grower of a small network with BatchNorm, on data that is shuffled."""
+    """Return a Grower of a small network with BatchNorm, on shuffled data."""
     x, target = data()
     torch.manual_seed(1)
     model = MLP([2, 4, 4, 3], batchnorm=True)
@@ -83,12 +83,12 @@ def grower(out: str | Path | None, **options: Any) -> s3d.Grower:
 
 
 def die() -> None:
-    """End this process as the kernel would: nothing is flushed, nothing is cleaned up."""
+    """Kill this process at once: nothing is flushed, nothing is cleaned up."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(run: s3d.Grower, stage: str, phase: int) -> None:
-    """Make this process die when the growth has done a stage of a phase, or is about to finish it."""
+    """Make this process die after a stage of a phase, or while it writes a file of that phase."""
 
     def then_die(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def arm(run: s3d.Grower, stage: str, phase: int) -> None:
     if stage in CALLS:
         setattr(growth, CALLS[stage], then_die(getattr(growth, CALLS[stage])))
     elif stage == "train":
-        # Not that of the Grower's trainer alone: only an EpochTrainer is resumed after an epoch.
+        # Replace the method of the class: only an EpochTrainer, not a wrapper, is resumed after an epoch.
         s3d.EpochTrainer.__call__ = then_die(s3d.EpochTrainer.__call__)
     elif stage == "evaluate":
         run.evaluate = then_die(run.evaluate)
@@ -112,7 +112,7 @@ def arm(run: s3d.Grower, stage: str, phase: int) -> None:
 
 
 def arm_file(how: str, name: str) -> None:
-    """Make this process die halfway through the file, just before it gets its name, or just after."""
+    """Make this process die halfway through writing a file, just before the file gets its name, or just after."""
     open_file, replace = builtins.open, os.replace
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ def arm_file(how: str, name: str) -> None:
 
 
 class Half:
-    """A file for writing that ends the process when half of the first write has reached the disk."""
+    """A file for writing that kills the process when half of the first write is on disk."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -147,7 +147,7 @@ class Half:
         self.stream.close()
 
     def write(self, content: bytes) -> int:
-        """Write half, and die."""
+        """Write half of the content, then die."""
         self.stream.write(content[: len(content) // 2])
         self.stream.flush()
         die()
@@ -155,7 +155,7 @@ class Half:
 
 
 def epochs_kept(deaths: list[tuple[str, int]]) -> int:
-    """Return how many epochs, over all phases, need not be trained again after the deaths of a scenario."""
+    """Return the number of epochs, over all phases, that are not trained again after the deaths of a scenario."""
     kept = 0
     for stage, phase in deaths:
         kept = max(kept, EPOCHS * phase)
@@ -174,8 +174,8 @@ def killed(folder: Path, stage: str, phase: int) -> None:
 
 
 def kill_all(folder: Path) -> None:
-    """Run every scenario in a process of its own."""
-    # What PyTorch imports on first use is imported once here instead of once in every child.
+    """Run every scenario in separate processes."""
+    # PyTorch imports modules on first use: import them once here instead of once in every child.
     grower(None).run()
     for name, deaths in SCENARIOS.items():
         signals = [fork(folder / name, stage, phase) for stage, phase in deaths]
@@ -189,7 +189,7 @@ def fork(folder: Path, stage: str, phase: int) -> int:
         try:
             killed(folder, stage, phase)
         finally:
-            # It should have died before.
+            # Reached only if the growth did not die.
             os._exit(1)
     _, status = os.waitpid(child, 0)
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0

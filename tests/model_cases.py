@@ -1,4 +1,4 @@
-"""Small float64 instances of every model, with data and random splits for them, that several tests share."""
+"""Small float64 instances of every model, with data and random plans, shared by several tests."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MakeActivation = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model: how to build it with a given activation, what it reads, and which of its layers can be split."""
+    """A model: how to build it with a given activation, the shape of its inputs, and its units."""
 
     name: str
     build: Callable[[MakeActivation], nn.Module]
-    shape: tuple[int, ...]  # of an input, the batch first
+    shape: tuple[int, ...]  # the shape of the inputs, batch first
     units: tuple[str, ...]
     smooth: MakeActivation = nn.SiLU
     kinked: MakeActivation = nn.ReLU
 
     def model(self, activation: MakeActivation | None = None, seed: int = 0) -> nn.Module:
-        """Return the model in eval mode with random BatchNorms; its activation is the smooth one by default."""
+        """Return the model in eval mode with random BatchNorms; by default it has the smooth activation."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.build(self.smooth if activation is None else activation).double()
@@ -36,13 +36,13 @@ class ModelCase:
         return model.eval()
 
     def inputs(self, batch: int | None = None, seed: int = 1) -> Tensor:
-        """Return random inputs, as many as `shape` says by default."""
+        """Return random inputs; by default as many as in `shape`."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.shape[0] if batch is None else batch, *self.shape[1:])
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def batch(self, model: nn.Module, seed: int = 1) -> tuple[Tensor, Tensor]:
-        """Return inputs and random targets of the shape of the model's outputs."""
+        """Return inputs, and random targets with the shape of the model's outputs."""
         inputs = self.inputs(seed=seed)
         with torch.no_grad():
             shape = model.eval()(inputs).shape
@@ -54,7 +54,7 @@ class ModelCase:
 
 
 class Net(nn.Module):
-    """Named layers and a forward given as a function of them."""
+    """Named layers, and a forward pass that is given as a function."""
 
     def __init__(self, forward: Callable[[nn.Module, Tensor], object], **parts: nn.Module) -> None:
         super().__init__()
@@ -129,12 +129,12 @@ BY_NAME = {case.name: case for case in MODELS}
 
 
 def randomise_norms(model: nn.Module, inputs: Tensor | None = None) -> None:
-    """Give the norms of a model random affine parameters and statistics, the latter near those of `inputs`."""
+    """Give the norms of a model random affine parameters, and random statistics near the statistics of `inputs`."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)) and module.weight is not None:
-                # Either sign, and away from zero, so that no channel is switched off.
+                # Weights have either sign and stay away from zero, so that no channel is switched off.
                 module.weight.uniform_(0.8, 1.6).mul_(torch.randn_like(module.weight).sign())
                 module.bias.uniform_(-0.5, 0.5)
         if inputs is not None and norms:
@@ -159,7 +159,7 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 def random_plan(
     graph: Graph, m: int, units: Sequence[str] | None = None, seed: int = 0, every: int = 1, signed: bool = True
 ) -> SplitPlan:
-    """Return a plan that splits every `every`-th filter of the units into m copies of random weights and offsets."""
+    """Return a plan that splits every `every`-th filter of the units into m copies with random weights and offsets."""
     generator = torch.Generator().manual_seed(seed)
     splits = []
     for name in graph.units if units is None else units:
@@ -174,7 +174,7 @@ def random_plan(
 
 
 def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return what the model computes in eval mode, leaving its mode as it is."""
+    """Return the model's outputs in eval mode, without changing its mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""A process of several that split and train a network together: torchrun -m tests.shard_worker FOLDER.
+"""One of several processes that split and train a network together: torchrun -m tests.shard_worker FOLDER.
 
-It works on all cases of its number of processes, since starting the processes is what takes long.
+It runs all cases of its number of processes, because starting processes is slow.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from s3d_fast.growth.record import Epoch
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.models import DGCNN, MobileNetV1
 
-# In 3 processes they are 3, 3 and 2.
+# Three processes get 3, 3 and 2 of them.
 BATCHES = 8
-# By the number of processes: models and memory budgets, of which 0 is none and the other too small for all rows.
+# By number of processes: models and memory budgets. 0 means no budget; 60,000 bytes are too few for all rows.
 CASES = {
     2: [("mobilenet", 0), ("mobilenet", 60_000), ("dgcnn", 0), ("dgcnn", 60_000)],
     3: [("mobilenet", 0)],
@@ -44,13 +44,14 @@ def case(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
 
 
 def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Tensor], str]:
-    """Split a model on this process's part of the data, train it for an epoch; return tensors by name, and the plan.
+    """Split a model on this process's part of the data and train it for an epoch; return tensors by name, and the plan.
 
-    Names begin with "spectrum/", "split/" (weights, buffers, momentum after the split) or "trained/" (after training).
+    Names begin with "common/", "spectrum/", "split/" (weights, buffers, momentum after the split) or "trained/" (the
+    same after training); the two losses are "loss" and "trained_loss".
     """
     model, batches = case(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    # A step that is the same in every process, so that there is momentum to split.
+    # All processes first take the same step, so that there is momentum to split.
     inputs, targets = batches[0]
     F.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
@@ -63,7 +64,7 @@ def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Ten
     tensors = {"loss": torch.tensor(operators.loss, dtype=torch.float64)}
     for unit, operator in operators.items():
         common = operator.common_part()
-        # What was formed has no rows.
+        # Operators of formed matrices have no rows.
         tensors[f"common/{unit}"] = torch.zeros(0) if common is None else common
     for solver in ("lanczos", "auto"):
         spectra = s3d.extremal_eigenpairs(operators, solver=solver, tol=1e-6)
@@ -75,7 +76,7 @@ def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Ten
     tensors |= state("split", model, optimizer)
 
     epochs: list[Epoch] = []
-    # Every step waits for the gradients of all processes, so that all must take as many.
+    # Every step waits for the gradients of all processes, so all must take the same number of steps.
     train = EpochTrainer(mine[: BATCHES // world.size], F.cross_entropy, 1, world=world)
     train(model, optimizer, 0, after_epoch=epochs.append)
     tensors |= state("trained", model, optimizer)
@@ -90,7 +91,7 @@ def state(prefix: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def file(folder: Path, model: str, budget: int, rank: int) -> Path:
-    """Return where a process saves what it has found."""
+    """Return the path of a process's results."""
     return folder / f"{model}-{budget}-rank-{rank}.safetensors"
 
 

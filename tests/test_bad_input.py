@@ -42,7 +42,7 @@ def conv_operator(*tensors: Tensor) -> s3d.SplittingOperator:
     return s3d.ConvOperator(*tensors, kernel_size=(3, 3))
 
 
-def test_the_good_input_is_good() -> None:
+def test_valid_input_is_accepted() -> None:
     s3d.splitting_matvec(X, C, V)
     conv(IMAGE, IMAGE_C, IMAGE_V)
     s3d.edgeconv_matvec(POINTS, WINNER, POINTS_C, POINTS_V)
@@ -221,12 +221,12 @@ def test_opposite_infinities_do_not_hide_each_other() -> None:
         s3d.PointwiseOperator(spoilt(spoilt(X.flip(0, 1), math.inf).flip(0, 1), -math.inf), C)
 
 
-def test_a_sum_that_overflows_is_finite_all_the_same() -> None:
+def test_finite_rows_whose_sum_overflows_are_accepted() -> None:
     large = torch.full((6, 4), torch.finfo(torch.float16).max, dtype=torch.float16)
     s3d.PointwiseOperator(large, C.half())
 
 
-def test_looking_for_infinities_can_be_left_out() -> None:
+def test_the_check_for_infinities_can_be_turned_off() -> None:
     bad = spoilt(X, math.nan)
     assert bool(s3d.splitting_matvec(bad, C, V, check_finite=False).isnan().any())
 
@@ -341,7 +341,7 @@ def test_eigenvalues_must_be_in_order_and_of_one_shape() -> None:
 
 @pytest.mark.parametrize("at", [1, 3], ids=["v_min", "v_max"])
 @pytest.mark.parametrize("shape", [(2,), (3, 4), (2, 5, 4)], ids=str)
-def test_vectors_must_go_with_the_eigenvalues(at: int, shape: tuple[int, ...]) -> None:
+def test_vectors_must_match_the_eigenvalues_in_shape(at: int, shape: tuple[int, ...]) -> None:
     arguments = [torch.zeros(2), torch.ones(2, 4), torch.zeros(2), torch.ones(2, 4)]
     arguments[at] = torch.ones(shape)
     with pytest.raises(ValueError, match=r"v_(min|max) must have shape \(2, \d\), got "):
@@ -382,7 +382,7 @@ def test_an_unknown_solver_is_an_error() -> None:
     ("operator", "got"),
     [("layer", "str"), (3, "int"), (None, "NoneType"), ([X, C], "Tensor"), ((X,), "Tensor"), ({"a": X}, "Tensor")],
 )
-def test_what_is_no_operator_is_an_error(operator: Any, got: str) -> None:
+def test_an_argument_that_is_no_operator_is_an_error(operator: Any, got: str) -> None:
     with pytest.raises(TypeError, match=rf"operator must .*got {got}"):
         s3d.extremal_eigenpairs(operator)
 
@@ -400,13 +400,13 @@ def test_what_is_no_operator_is_an_error(operator: Any, got: str) -> None:
     ids=["splitting_matvec", "splitting_matrices", "conv_matvec", "edgeconv_matvec", "coefficients", "eigenpairs"],
 )
 class TestBackend:
-    """What every function that takes a backend does with one that it cannot use."""
+    """Functions with an argument `backend` refuse a backend that is unknown or not available."""
 
     def test_an_unknown_backend_is_an_error(self, call: Callable[[str], object]) -> None:
         with pytest.raises(ValueError, match=r"backend must be one of 'auto', 'reference'.*got 'mps'"):
             call("mps")
 
-    def test_without_the_extension_cpu_says_how_to_build_it(
+    def test_the_error_without_the_extension_says_how_to_build_it(
         self, call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(extension, "module", None)
@@ -415,7 +415,7 @@ class TestBackend:
             call("cpu")
         call("auto")
 
-    def test_without_the_interpreter_triton_says_how_to_get_it(
+    def test_the_error_without_the_interpreter_says_how_to_enable_it(
         self, call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(choice, "is_interpreted", lambda: False)
@@ -424,7 +424,7 @@ class TestBackend:
             call("triton")
         call("auto")
 
-    def test_without_triton_it_says_how_to_install_it(
+    def test_the_error_without_triton_says_how_to_install_it(
         self, call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""The examples run, and show what they say."""
+"""The examples run, and their results are as described."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(name: str, *arguments: str) -> str:
-    """Return what an example prints."""
+    """Run an example and return its output."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,

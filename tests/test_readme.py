@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, and what it says of `splitting_matvec` is so."""
+"""The code in the README runs unchanged, and the generated documents are up to date."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_plain_equivalent() -> None:
+def test_splitting_matvec_is_its_plain_equivalent() -> None:
     X, C, V = torch.randn(7, 3).double(), torch.randn(7, 2).double(), torch.randn(2, 3).double()
     call, plain = re.match(r"(\S.*\))\s+# is (.*)\n", BLOCKS[0]).groups()  # type: ignore[union-attr]
     names = {"X": X, "C": C, "V": V, "splitting_matvec": s3d_fast.splitting_matvec}
     torch.testing.assert_close(eval(call, names), eval(plain, names), rtol=1e-13, atol=1e-13)
 
 
-def test_the_fast_calls() -> None:
+def test_the_fast_calls_agree_with_the_plain_one() -> None:
     X, C, V = torch.randn(50, 4), torch.randn(50, 3), torch.randn(3, 4)
     names = {"s3d": s3d_fast, "X": X, "C": C, "V": V}
     exec(BLOCKS[1], names)
@@ -39,7 +39,7 @@ def test_ten_lines_grow_a_model() -> None:
     assert {name: model.get_submodule(name).out_features for name in plan.widths()} == plan.widths()
 
 
-def test_the_eigen_backend_alone() -> None:
+def test_the_eigen_backend_works_alone() -> None:
     names = {"s3d": s3d_fast, "X": torch.randn(50, 4), "C": torch.randn(50, 3)}
     exec(BLOCKS[3], names)
     assert names["split"].weights.shape == (3, 2)  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def test_the_list_of_public_names_is_up_to_date() -> None:
     assert "|  |" not in text, "a public name has no docstring"
 
 
-def test_a_capture_within_a_budget() -> None:
+def test_a_capture_stays_within_a_budget() -> None:
     names: dict[str, object] = {}
     exec(BLOCKS[2], names)
     exec(next(block for block in BLOCKS if "memory_budget" in block), names)
@@ -63,7 +63,7 @@ def test_a_capture_within_a_budget() -> None:
     assert operators.nbytes < 10_000_000
 
 
-def test_the_results_are_those_of_the_runs() -> None:
+def test_the_page_of_results_is_up_to_date() -> None:
     page = Path(__file__).parent.parent / "docs" / "results.md"
     made = runpy.run_path(str(page.with_name("make_results.py")))["document"]()
     assert made == page.read_text(), "run python docs/make_results.py"

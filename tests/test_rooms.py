@@ -1,4 +1,4 @@
-"""The rooms of the house: imports follow the order of the map in docs/design.md, which lists every room once."""
+"""The rooms of the package: docs/design.md lists every room once, and imports follow the order of that list."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOMS = rooms_of_the_map()
 
 
 def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the room of every import of this package, wherever it stands; "" is the hall."""
+    """Yield the line and the room of every import of this package, also inside functions; "" is the hall."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
@@ -43,7 +43,7 @@ def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, rest[0] if rest and rest[0] in FOLDERS else ""
 
 
-def arrows_against_the_order(room: str, path: Path) -> list[str]:
+def imports_against_the_order(room: str, path: Path) -> list[str]:
     """Return the imports of a file that point to the hall or to a later room."""
     allowed = {*ROOMS[: ROOMS.index(room) + 1]}
     return [
@@ -63,19 +63,19 @@ def test_the_hall_has_three_files() -> None:
 
 @pytest.mark.parametrize("room", sorted(FOLDERS))
 def test_imports_follow_the_order_of_the_rooms(room: str) -> None:
-    assert [arrow for path in FOLDERS[room].rglob("*.py") for arrow in arrows_against_the_order(room, path)] == []
+    assert [line for path in FOLDERS[room].rglob("*.py") for line in imports_against_the_order(room, path)] == []
 
 
-def test_an_arrow_against_the_order_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_against_the_order_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "bad.py"
     lines = ["from s3d_fast.growth import Grower", "import s3d_fast", "def f():", "    from s3d_fast import report"]
     path.write_text("\n".join(lines))
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
-    found = arrows_against_the_order("base", path)
+    found = imports_against_the_order("base", path)
     assert found == ["bad.py:1 imports growth", "bad.py:2 imports the hall", "bad.py:4 imports report"]
 
 
-def test_only_the_cpu_backend_says_torch_ops() -> None:
+def test_only_the_cpu_backend_uses_torch_ops() -> None:
     files = [path for folder in FOLDERS.values() for path in folder.rglob("*.py")]
     assert [path.name for path in files if "torch.ops.s3d_fast.splitting" in path.read_text()] == ["cpu.py"]
     assert not any("torch.ops.s3d_fast." in path.read_text() for path in files if path.parent.name != "backends")

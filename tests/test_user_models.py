@@ -1,4 +1,4 @@
-"""Models as people write them, from end to end: what is split keeps its outputs, and what cannot be is refused."""
+"""Models as users write them, from end to end: splits keep the outputs, and unsupported layers are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.model_cases import data, net, outputs, random_plan, squared_error
 
 
 def pad(x: Tensor) -> Tensor:
-    """A function of the user's with a name that PyTorch also has; it mixes channels."""
+    """A user's function with the name of a PyTorch function; it mixes channels."""
     return x.flip(1)
 
 
@@ -25,7 +25,7 @@ fx.wrap("pad")
 
 
 class Optional(nn.Module):
-    """A model with arguments that are rarely given."""
+    """A model with optional arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_an_input_that_does_not_fit_is_named() -> None:
         s3d.trace(Optional(), torch.randn(5, 3))
 
 
-def test_two_inputs_train_and_grow() -> None:
+def test_a_model_with_two_inputs_trains_and_grows() -> None:
     torch.manual_seed(0)
     batches = [[[torch.randn(8, 3), torch.randn(8, 2)], torch.randint(2, (8,))] for _ in range(2)]
     grower = s3d.Grower(
@@ -211,7 +211,7 @@ def test_a_maximum_between_layer_and_activation_is_part_of_the_second_derivative
 
 
 class LoRA(nn.Linear):
-    """A linear layer with a parameter of its own beside the usual ones."""
+    """A linear layer with an additional parameter."""
 
     def __init__(self, fan_in: int, width: int) -> None:
         super().__init__(fan_in, width)
@@ -230,7 +230,7 @@ def test_layers_with_further_tensors_are_saved_and_loaded(tmp_path: Path) -> Non
 
 
 def make_grower(**options: object) -> s3d.Grower:
-    """Return a small run that trains for no time at all."""
+    """Return a small Grower whose training does nothing."""
     x, y = torch.randn(8, 3), torch.randint(2, (8,))
     arguments = {"optimizer": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3)), "phases": 2, **options}
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -255,7 +255,7 @@ def test_bad_options_of_a_grower_are_found_before_it_trains(options: dict[str, o
         make_grower(**options)
 
 
-def test_options_that_need_a_budget_are_not_ignored_without_one() -> None:
+def test_options_that_need_a_budget_are_refused_without_one() -> None:
     grower = make_grower()
     graph = s3d.trace(grower.model, torch.randn(2, 3))
     for options in ({"relax": True}, {"cost": "params"}, {"m": "knapsack"}):

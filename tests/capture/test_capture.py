@@ -1,4 +1,4 @@
-"""Capture: operators are the second derivative of the loss of a model that really is split, and nothing else moves."""
+"""Capture: operators are the second derivative of the split model's loss, and the model does not change."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SMOOTH_MODELS = tuple(case for case in MODELS if case.name != "mobilenet")
 def measured_curvature(
     model: nn.Module, graph: Graph, unit: str, V: Tensor, loss: Callable[[nn.Module], Tensor], eps: float
 ) -> float:
-    """Return the second derivative of the loss as every filter j of a unit splits into theta +- eps v_j, halves each.
+    """Return the second derivative of the loss in eps if every filter j of a unit splits into halves theta +- eps v_j.
 
-    The loss is even in eps, so that two steps and Richardson's extrapolation leave an error of order eps^4.
+    The loss is even in eps, so two steps and Richardson extrapolation leave an error of order eps^4.
     """
     halves = torch.tensor([0.5, 0.5], dtype=torch.float64)
     plan = SplitPlan(graph, [NeuronSplit(unit, j, halves, torch.stack([v, -v]), 0.0) for j, v in enumerate(V)])
@@ -56,7 +56,7 @@ def assert_is_second_derivative(
     eps: float = 1e-3,
     tolerance: float = 1e-6,
 ) -> None:
-    """Assert that v^T S v of the captured operators is what the loss of the split model does."""
+    """Assert that v^T S v of the captured operators is the second derivative of the split model's loss."""
     graph = trace(model, x)
     assert graph.units
     target = data(*outputs(model, x).shape, seed=5)
@@ -71,7 +71,7 @@ def assert_is_second_derivative(
 
 @pytest.mark.parametrize("case", SMOOTH_MODELS, ids=str)
 def test_operators_are_the_second_derivative_of_the_true_loss(case: ModelCase) -> None:
-    # Neighbours and the winners of a maximum must not change on the way: small steps, and images without near ties.
+    # Nearest neighbours and maxima must not change within a step: take small steps, and images without near ties.
     eps, tolerance = {"dgcnn": (1e-4, 1e-5), "vgg": (3e-4, 1e-5)}.get(case.name, (1e-3, 1e-6))
     assert_is_second_derivative(case.model(), case.inputs(seed=6), eps=eps, tolerance=tolerance)
 
@@ -84,7 +84,7 @@ def test_the_last_unit_of_mobilenet_is_exact() -> None:
 @pytest.mark.parametrize(
     "activation", [nn.Tanh, nn.GELU, partial(nn.GELU, approximate="tanh"), nn.Softplus, nn.Sigmoid]
 )
-def test_every_smooth_activation(activation: MakeActivation) -> None:
+def test_operators_are_exact_for_every_smooth_activation(activation: MakeActivation) -> None:
     case = BY_NAME["mlp-batchnorm"]
     assert_is_second_derivative(case.model(activation), case.inputs())
 
@@ -126,7 +126,7 @@ CONVOLUTIONS: dict[str, nn.Module] = {
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("which", CONVOLUTIONS)
-def test_every_geometry_of_a_convolution(which: str) -> None:
+def test_operators_are_exact_for_every_geometry_of_a_convolution(which: str) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.head(F.silu(self.norm(self.conv(x))).mean((2, 3)))
 
@@ -154,7 +154,7 @@ def bump(h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("which", BETWEEN)
-def test_what_may_stand_between_a_layer_and_its_activation(which: str) -> None:
+def test_operators_are_exact_with_operations_before_the_activation(which: str) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.head(BETWEEN[which](self, self.conv(x)).mean((2, 3)))
 
@@ -171,7 +171,7 @@ def test_what_may_stand_between_a_layer_and_its_activation(which: str) -> None:
     assert_is_second_derivative(model, data(2, 3, 6, 6))
 
 
-def test_a_batchnorm_over_flattened_channels() -> None:
+def test_operators_are_exact_for_a_batchnorm_over_flattened_channels() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.head(F.silu(self.norm(self.conv(x).flatten(1))))
 
@@ -179,7 +179,7 @@ def test_a_batchnorm_over_flattened_channels() -> None:
     assert_is_second_derivative(model, data(5, 3, 4, 4))
 
 
-def test_a_change_in_place_of_a_view_of_the_activation() -> None:
+def test_operators_are_exact_if_a_view_of_the_activation_changes_in_place() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.head(F.silu(self.conv(x)).flatten(1).mul_(2.0))
 
@@ -196,7 +196,7 @@ class DropPath(nn.Module):
 
 register_layer(DropPath, linear=True)
 
-# Calls that return their own argument in eval mode.
+# Calls that return their argument itself in eval mode.
 RETURNING: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "dropout": lambda s, h: F.dropout(h, 0.5, s.training),
     "dropout1d": lambda s, h: F.dropout1d(h, 0.5, s.training),
@@ -210,7 +210,7 @@ RETURNING: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("which", RETURNING)
-def test_a_change_in_place_of_what_a_call_returned_unchanged(which: str) -> None:
+def test_operators_are_exact_if_a_returned_argument_changes_in_place(which: str) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.head(RETURNING[which](self, F.silu(self.up(x))).mul_(2.0))
 
@@ -220,7 +220,7 @@ def test_a_change_in_place_of_what_a_call_returned_unchanged(which: str) -> None
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_a_linear_layer_on_sequences(bias: bool) -> None:
+def test_operators_are_exact_for_a_linear_layer_on_sequences(bias: bool) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
 
@@ -228,7 +228,7 @@ def test_a_linear_layer_on_sequences(bias: bool) -> None:
     assert_is_second_derivative(model, data(2, 6, 4))
 
 
-def test_a_transposed_batchnorm_on_sequences() -> None:
+def test_operators_are_exact_for_a_transposed_batchnorm_on_sequences() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.down(F.silu(self.norm(self.up(x).transpose(1, 2))).transpose(1, 2))
 
@@ -236,7 +236,7 @@ def test_a_transposed_batchnorm_on_sequences() -> None:
     assert_is_second_derivative(model, data(2, 6, 4))
 
 
-def test_a_unit_with_several_consumers() -> None:
+def test_operators_are_exact_for_a_unit_with_several_consumers() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         h = F.silu(self.up(x))
         return self.a(h) * torch.tanh(self.b(h))
@@ -372,7 +372,7 @@ def test_other_dtypes_are_refused(dtype: object) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", ["mlp", "resnet", "mobilenet", "dgcnn"])
-def test_memory_is_what_the_tensors_take(name: str, count: int) -> None:
+def test_memory_is_the_size_of_the_tensors(name: str, count: int) -> None:
     case = BY_NAME[name]
     model = case.model()
     graph = trace(model, case.inputs())
@@ -387,7 +387,7 @@ def test_memory_is_what_the_tensors_take(name: str, count: int) -> None:
 
 
 class Fingerprint:
-    """Everything about a model, and the random state, that must not move."""
+    """The state of a model, and the random state, which must not change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modes = [module.training for module in model.modules()]
@@ -416,7 +416,7 @@ class Fingerprint:
 
 
 def disturbed(case: ModelCase) -> tuple[nn.Module, Graph, list[tuple[Tensor, Tensor]]]:
-    """Return a model with modes of all kinds, gradients and hooks."""
+    """Return a model with mixed modes, gradients and hooks, its graph, and two batches."""
     model = case.model()
     batches = [case.batch(model, seed=seed) for seed in (1, 2)]
     graph = trace(model, case.inputs())
@@ -429,7 +429,7 @@ def disturbed(case: ModelCase) -> tuple[nn.Module, Graph, list[tuple[Tensor, Ten
 
 
 def failing_losses() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """Return loss functions that go wrong at the second batch."""
+    """Return loss functions that fail at the second batch, except "fine"."""
     counts: dict[str, int] = {}
 
     def second(name: str, bad: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -467,7 +467,7 @@ def test_the_model_is_left_as_it_was(name: str, outcome: str) -> None:
     before.assert_equal(model)
 
 
-def test_the_model_is_left_as_it_was_when_the_data_runs_out() -> None:
+def test_the_model_is_left_as_it_was_when_the_data_fail() -> None:
     model, graph, batches = disturbed(BY_NAME["mlp-batchnorm"])
 
     def broken():
@@ -543,7 +543,7 @@ def test_a_batch_that_is_no_pair_is_an_error() -> None:
         capture(model, squared_error, [batches[0], batches[1][0]], graph)
 
 
-def test_an_unknown_unit_is_an_error_that_lists_those_there_are() -> None:
+def test_the_error_for_an_unknown_unit_lists_the_units() -> None:
     model, graph, batches = small()
     with pytest.raises(ValueError, match=r"'layers\.9'.*layers\.0, layers\.3"):
         capture(model, squared_error, batches, graph, units=["layers.9"])
@@ -576,7 +576,7 @@ def test_the_graph_of_another_model_is_an_error() -> None:
         capture(copy.deepcopy(model), squared_error, batches, graph)
 
 
-def test_what_is_captured_is_a_dictionary_in_the_order_of_the_graph() -> None:
+def test_a_capture_is_a_dictionary_in_the_order_of_the_graph() -> None:
     model, graph, batches = small()
     captured = capture(model, squared_error, batches, graph)
     assert isinstance(captured, Captured)
@@ -585,7 +585,7 @@ def test_what_is_captured_is_a_dictionary_in_the_order_of_the_graph() -> None:
 
 
 class Folds(nn.Module):
-    """Convolutions with BatchNorms of several kinds, with and without biases, and an activation in place."""
+    """Convolutions with BatchNorms of several kinds, with and without biases, and an in-place activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -629,7 +629,7 @@ def test_folded_norms_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative_error(folded[name].dense(), operator.dense()) < 1e-12, name
 
 
-def test_layers_with_hooks_or_other_statistics_are_not_folded() -> None:
+def test_layers_with_hooks_or_batch_statistics_are_not_folded() -> None:
     model, graph, batches = folding_case()
     called = []
     handle = model.get_submodule("first").register_forward_hook(lambda *_: called.append("first"))
@@ -637,6 +637,6 @@ def test_layers_with_hooks_or_other_statistics_are_not_folded() -> None:
     capture(model, squared_error, batches, graph)
     assert called == ["first"]
     handle.remove()
-    # Without running statistics, those of the batch are used in eval mode as well.
+    # Without running statistics, a BatchNorm uses the statistics of the batch in eval mode too.
     model.second_norm = nn.BatchNorm2d(4, track_running_stats=False).double()  # type: ignore[assignment]
     assert len(foldable(trace(model, batches[0][0]).module)) == 2

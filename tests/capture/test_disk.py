@@ -15,7 +15,7 @@ from s3d_fast.models.mlp import MLP
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A disk whose free space a test sets."""
+    """A disk with free space that the test sets."""
     usage = SimpleNamespace(total=2**62, used=0, free=2**60)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     return usage

@@ -1,4 +1,4 @@
-"""Capture within a memory budget: what is chosen, that it gives the same products, and that it stays within."""
+"""Capture within a memory budget: the choice of a form, equal products in every form, and bounded memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Batch = tuple[Tensor, Tensor]
 
 def mobilenet() -> tuple[nn.Module, list[Batch]]:
     torch.manual_seed(0)
-    # Wide enough for some layers that no matrix is formed of them.
+    # Some layers are so wide that their matrices are not formed.
     model = MobileNetV1([8, 12, 40, 40, 48], 10, stem_stride=1, strides=(1, 2, 1, 2), activation=nn.SiLU)
     return model.double().eval(), [(torch.randn(2, 3, 8, 8).double(), torch.randint(10, (2,))) for _ in range(BATCHES)]
 
@@ -40,7 +40,7 @@ def dgcnn() -> tuple[nn.Module, list[Batch]]:
 
 
 MODELS = {"mobilenet": mobilenet, "dgcnn": dgcnn}
-# Share of what a capture in memory needs, whether there is a disk, and what comes of it.
+# The budget as a share of a capture in memory, whether a scratch file is allowed, and the expected stream.
 FORMS = {"memory": (1.5, True, None), "disk": (0.25, True, DiskStream), "recompute": (0.25, False, RecomputedStream)}
 
 
@@ -98,7 +98,7 @@ def test_every_form_has_the_spectra_of_a_capture_in_memory(case: Any, form: str,
 
 
 @pytest.mark.parametrize("form", ["disk", "recompute"])
-def test_streamed_operators_are_restricted(case: Any, form: str) -> None:
+def test_streamed_operators_can_be_restricted(case: Any, form: str) -> None:
     whole, found = case[3], captured(case, form)
     for name, operator in found.items():
         if isinstance(operator, StreamedOperator):
@@ -111,7 +111,7 @@ def test_streamed_operators_are_restricted(case: Any, form: str) -> None:
             assert operator.filters is None
 
 
-def test_a_pass_over_the_disk_counts_and_asks_for_no_more_than_is_wanted(case: Any) -> None:
+def test_a_pass_over_the_disk_is_counted_and_reads_only_the_given_units(case: Any) -> None:
     found = captured(case, "disk")
     stream = found.stream
     assert isinstance(stream, DiskStream)
@@ -161,8 +161,8 @@ def test_the_model_and_the_random_state_are_left_alone(case: Any) -> None:
 
 
 @pytest.mark.parametrize(("form", "more"), [("memory", 0), ("disk", 1)])
-def test_a_pass_over_the_data_is_enough(case: Any, form: str, more: int) -> None:
-    """The first batch is also the one that is measured, and captured again only where its operators could not stay."""
+def test_one_pass_over_the_data_is_enough(case: Any, form: str, more: int) -> None:
+    """The first batch is also measured; it is captured again only if its operators could not be kept."""
     model, batches, graph, whole = case
     read: list[int] = []
     calls: list[nn.Module] = []
@@ -187,7 +187,7 @@ def test_a_pass_over_the_data_is_enough(case: Any, form: str, more: int) -> None
     assert found.loss == pytest.approx(whole.loss, rel=1e-12)
 
 
-def test_shuffled_data_counts_once(case: Any) -> None:
+def test_every_sample_of_shuffled_data_counts_once(case: Any) -> None:
     model, batches, graph, whole = case
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     loader = DataLoader(TensorDataset(x, y), batch_size=len(batches[0][1]), shuffle=True)
@@ -197,7 +197,7 @@ def test_shuffled_data_counts_once(case: Any) -> None:
     assert found.loss == pytest.approx(whole.loss, rel=1e-12)
 
 
-def test_a_length_that_is_wrong_is_noticed(case: Any) -> None:
+def test_a_wrong_length_is_an_error(case: Any) -> None:
     model, batches, graph, whole = case
 
     class Longer(list[Batch]):
@@ -229,7 +229,7 @@ def test_bad_budgets_are_refused(case: Any) -> None:
 
 
 class Endless(IterableDataset):
-    """Data whose length nobody knows."""
+    """A data set without a length."""
 
     def __iter__(self) -> Iterator[Tensor]:
         while True:
@@ -240,12 +240,12 @@ class Endless(IterableDataset):
     ("amount", "wanted"),
     [(10, 10), ("10", 10), ("4GiB", 4 * 2**30), ("1.5 MB", 1_500_000), ("2 kib", 2048), ("7TB", 7 * 10**12)],
 )
-def test_amounts_of_memory(amount: int | str, wanted: int) -> None:
+def test_amounts_of_memory_are_read_as_bytes(amount: int | str, wanted: int) -> None:
     assert byte_counts.as_bytes("x", amount) == wanted
 
 
 @pytest.mark.parametrize("amount", [0, -1, "", "GiB", "4 bytes", "-3MB", True, 1.5, None])
-def test_what_is_no_amount_of_memory(amount: Any) -> None:
+def test_bad_amounts_of_memory_are_refused(amount: Any) -> None:
     with pytest.raises(ValueError, match="x must be a positive number of bytes"):
         byte_counts.as_bytes("x", amount)
 
@@ -254,7 +254,7 @@ def need(name: str, nbytes: int, *, width: int = 100, dense: bool = False, half_
     return UnitNeed(name, 10, width, 1000, 1000, nbytes, nbytes, half_error, dense, 2.0, 0.5)
 
 
-def test_what_fits_first_is_chosen() -> None:
+def test_the_first_form_that_fits_is_chosen() -> None:
     needs = [need("a", 1000), need("b", 3000)]
 
     def places(budget: int, scratch: Any = True, of: list[UnitNeed] = needs) -> tuple[set[str], torch.dtype | None]:
@@ -267,30 +267,30 @@ def test_what_fits_first_is_chosen() -> None:
     assert places(20_000) == ({"memory"}, torch.bfloat16)
     assert places(19_999) == ({"disk"}, torch.bfloat16)
     assert places(19_999, scratch=False) == ({"recompute"}, None)
-    # Where bfloat16 would change the products too much, the disk comes next.
+    # If bfloat16 would change the products too much, the disk comes next.
     rough = [need("a", 1000), need("b", 3000, half_error=2e-3)]
     assert places(39_999, of=rough) == ({"disk"}, None)
-    # Two buffers, each with room for the largest operator.
+    # The disk needs two buffers, each with room for the largest operator.
     assert places(3000) == ({"disk"}, torch.bfloat16)
     with pytest.raises(ValueError, match="memory_budget is too small"):
         decide(needs, 10, 1900, 1.0, True)
-    # What is computed again is there as it comes, not in bfloat16.
+    # A recomputed batch is held as it comes, not in bfloat16.
     assert places(4000, scratch=False) == ({"recompute"}, None)
     with pytest.raises(ValueError, match="memory_budget is too small"):
         decide(needs, 10, 3999, 1.0, scratch=False)
 
 
-def test_what_no_longer_fits_never_will() -> None:
+def test_units_fit_as_they_come_until_the_budget_is_used_up() -> None:
     needs = [need("a", 1000), need("b", 100, width=5, dense=True), need("c", 3000)]
     assert [fits_as_it_comes(needs[:count], 10, 30_500) for count in range(4)] == [True, True, True, False]
     assert fits_as_it_comes(needs, 10, None)
-    # What does not fit as it comes is not taken for what fits in bfloat16, unless that was measured.
+    # bfloat16 is chosen only if its error has been measured.
     assert decide(needs, 10, 30_500, 1.0).dtype is torch.bfloat16
     unknown = [replace(one, half_error=None) for one in needs]
     assert decide(unknown, 10, 30_500, 1.0).dtype is None
 
 
-def test_filters_that_are_dead_do_not_forbid_bfloat16() -> None:
+def test_dead_filters_do_not_forbid_bfloat16() -> None:
     X, C = torch.rand(500, 6) + 1, torch.rand(500, 4) + 1
     alive = half_error(s3d.PointwiseOperator(X, C))
     C[:, 1] = 0
@@ -299,19 +299,19 @@ def test_filters_that_are_dead_do_not_forbid_bfloat16() -> None:
 
 
 def test_small_matrices_are_formed() -> None:
-    # 10 filters of 5 x 5 are 1000 bytes.
+    # 10 matrices of 5 x 5 numbers take 1000 bytes.
     plan = decide([need("small", 1000, width=5, dense=True), need("large", 1000)], 10, 12_000, 1.0)
     assert plan.places == {"small": "dense", "large": "memory"}
     assert plan.memory_bytes == 1000 + 10_000
     assert plan.flops_per_step == 2 * 10 * 25 + 4 * 10_000 * 100 * 10
     assert plan.step_seconds == 5
-    # A second for each batch, and as long as two products of half a second for the matrices.
+    # Each batch takes a second, and adding to the matrices takes as long as two products of half a second.
     assert plan.capture_seconds == 10 * (1 + 2 * 0.5)
-    # But not where the matrices are larger than what they are made of.
+    # Matrices that are larger than their rows are not formed.
     assert decide([need("small", 50, width=5, dense=True)], 10, 12_000, 1.0).places == {"small": "memory"}
 
 
-def test_a_plan_says_what_capture_does(case: Any) -> None:
+def test_plan_capture_predicts_the_capture(case: Any) -> None:
     _, batches, graph, whole = case
     budget = sum(whole.memory().values()) // 4
     plan = s3d.plan_capture(graph, batches[0], BATCHES, budget)
@@ -319,7 +319,7 @@ def test_a_plan_says_what_capture_does(case: Any) -> None:
     assert plan.places == found.plan.places
     assert plan.disk_bytes == found.plan.disk_bytes
     assert isinstance(found.stream, DiskStream)
-    # Up to the alignment of the tensors, and to indices that need half the space.
+    # The file may exceed the plan by the alignment of its tensors; some indices need only half the space.
     assert found.stream.size <= plan.disk_bytes + 64 * 3 * len(found.stream.records)
     assert plan.memory_bytes <= budget
     text = str(plan)
@@ -329,7 +329,7 @@ def test_a_plan_says_what_capture_does(case: Any) -> None:
     assert plan.step_seconds > 0
 
 
-def test_dense_operators(case: Any) -> None:
+def test_dense_operators_have_the_same_products(case: Any) -> None:
     for operator in case[3].values():
         formed = DenseOperator(operator.dense())
         V = torch.randn(3, *operator.shape, dtype=operator.dtype)
@@ -348,7 +348,7 @@ from s3d_fast.models import MLP
 
 
 def peak_bytes():
-    # What getrusage returns is inherited from the process that started this one.
+    # Not getrusage, whose peak is inherited from the parent process.
     with open("/proc/self/status") as file:
         return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", file.read())[1])
 
@@ -380,13 +380,13 @@ def run_worker(budget: str) -> tuple[int, int, str, list[float]]:
 
 def test_resident_memory_stays_within_the_budget() -> None:
     peak, held, _, wanted = run_worker("none")
-    # What the operators hold is most of what the process grows by.
+    # The operators take most of the memory that the process adds.
     assert held > 100_000_000
     assert peak > 0.8 * held
     budget = held // 10
     peak, _, places, got = run_worker(str(budget))
     assert "disk" in places
-    # Beyond the budget: the basis of Lanczos, a vector per step and filter, and what malloc keeps.
+    # Outside the budget: the Lanczos basis, a vector per step and filter, and memory that malloc keeps.
     basis = 4 * (120 * 101 + 120 * 121) * 16
     assert peak < budget + basis + 8_000_000
     assert got == pytest.approx(wanted, rel=1e-4)
@@ -398,7 +398,7 @@ def test_bfloat16_keeps_the_eigenvalues_where_nothing_cancels() -> None:
     batches = [(torch.randn(4000, 6), torch.zeros(4000, 1)) for _ in range(4)]
     graph = s3d.trace(model, batches[0][0][:2])
 
-    # Its gradient has one sign.
+    # The gradient of this loss has one sign.
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).mean()
 

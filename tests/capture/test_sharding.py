@@ -1,4 +1,4 @@
-"""Splits and training in several processes: spectra, plan and weights as in one, and ranks that agree bit for bit."""
+"""Splits and training in several processes give the results of one process, and the ranks agree bit for bit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ each_case = pytest.mark.parametrize(
 
 @functools.cache
 def alone(model: str) -> Found:
-    """Return what one process finds, without a memory budget."""
+    """Return the results of one process without a memory budget."""
     return shard_worker.split_and_train(model, ALONE, 0)
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that runs the worker in a number of processes, once, and returns the folder of its files."""
+    """Return a function that runs the worker once per number of processes and returns the folder of its files."""
 
     @functools.cache
     def run(ranks: int) -> Path:
@@ -57,7 +57,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]
 
 @pytest.fixture
 def found(model: str, ranks: int, budget: int, folder_of: Callable[[int], Path]) -> list[Found]:
-    """Return what every rank has found."""
+    """Return the results of every rank."""
     results = []
     for rank in range(ranks):
         path = shard_worker.file(folder_of(ranks), model, budget, rank)
@@ -103,7 +103,7 @@ def test_an_epoch_changes_every_weight_buffer_and_momentum(found: list[Found]) -
         assert set(before) == set(after)
         assert any(name.endswith("|momentum_buffer") for name in before)
         unchanged = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
-        # Which channels count in EdgeConv's distances is for splits to change, not for training.
+        # Only splits change the metric of an EdgeConv; training does not.
         assert [name for name in unchanged if not name.endswith(".metric")] == []
         assert tensors["trained_loss"].shape == (1,)
         assert tensors["trained_loss"].isfinite().all()
