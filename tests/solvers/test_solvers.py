@@ -370,16 +370,15 @@ def test_rows_stored_in_16_bits_are_solved_in_float32(dtype: torch.dtype) -> Non
 
 
 def test_lanczos_is_ten_times_cheaper_than_descent_on_a_random_layer() -> None:
-    """N4096-D256-M256-fp32: both ends of every filter to 1e-3 in 50 products; descent needs over ten times as many."""
+    """N2048-D128-M64-fp32: both ends of every filter to 1e-3 in 50 products; descent needs over ten times as many."""
     torch.manual_seed(0)
-    X, C = torch.randn(4096, 256), torch.randn(4096, 256)
+    X, C = torch.randn(2048, 128), torch.randn(2048, 64)
     operator = PointwiseOperator(X, C)
     values = torch.linalg.eigvalsh(torch.stack([(X * c[:, None]).T @ X for c in C.T]))
 
     def error(spectrum: Spectrum) -> float:
-        ends = values[: len(spectrum)]
-        worst = torch.maximum((spectrum.lambda_min - ends[:, 0]).abs(), (spectrum.lambda_max - ends[:, -1]).abs())
-        return float((worst / ends.abs().amax(-1)).max())
+        worst = torch.maximum((spectrum.lambda_min - values[:, 0]).abs(), (spectrum.lambda_max - values[:, -1]).abs())
+        return float((worst / values.abs().amax(-1)).max())
 
     spectrum = extremal_eigenpairs(operator, tol=1e-2)
     matvecs = int(spectrum.matvecs.max())
@@ -388,10 +387,9 @@ def test_lanczos_is_ten_times_cheaper_than_descent_on_a_random_layer() -> None:
     assert error(spectrum) <= 1e-3
     assert matvecs <= 50
 
-    some = operator.restrict(torch.arange(16))
     for step in (0.3, 0.6, 0.9, 1.2):
         # Two products per iteration, and a tolerance that it does not reach, so that it uses them all.
-        descent = extremal_eigenpairs(some, "rayleigh", tol=1e-9, max_iters=5 * matvecs, step=step)
+        descent = extremal_eigenpairs(operator, "rayleigh", tol=1e-9, max_iters=5 * matvecs, step=step)
         products = int(descent.matvecs.min())
         print(f"rayleigh, step {step}: error {error(descent):.1e} after {products} products")
         assert products >= 10 * matvecs
