@@ -93,8 +93,12 @@ class Phase:
     epochs: list[Epoch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # A checkpoint holds epochs as plain data.
-        self.epochs = [epoch if isinstance(epoch, Epoch) else Epoch(**epoch) for epoch in self.epochs]
+        # A checkpoint holds epochs as plain data, perhaps with fields of another version.
+        names = {one.name for one in fields(Epoch)}
+        self.epochs = [
+            epoch if isinstance(epoch, Epoch) else Epoch(**{name: epoch[name] for name in names & set(epoch)})
+            for epoch in self.epochs
+        ]
 
     @property
     def is_trained(self) -> bool:
