@@ -1,8 +1,7 @@
-"""Byte counts: parsing, printing, and the number of processes that share the machine."""
+"""Byte counts: parsing "4GiB", and printing it."""
 
 from __future__ import annotations
 
-import os
 import re
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -28,8 +27,3 @@ def as_text(amount: float) -> str:
         if amount >= size:
             return f"{amount / size:.1f} {unit}"
     return f"{amount:.0f} B"
-
-
-def local_processes() -> int:
-    """Return how many processes of this run share the machine: torchrun's LOCAL_WORLD_SIZE, or 1."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

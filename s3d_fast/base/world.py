@@ -104,3 +104,8 @@ def joined(device: torch.device) -> Iterator[World]:
         yield World(dist.get_rank(), size, device)
     finally:
         dist.destroy_process_group()
+
+
+def local_processes() -> int:
+    """Return how many processes of this run share the machine: torchrun's LOCAL_WORLD_SIZE, or 1."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

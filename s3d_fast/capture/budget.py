@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from s3d_fast.base.byte_counts import as_text, local_processes
+from s3d_fast.base.byte_counts import as_text
 from s3d_fast.base.tables import text_table
+from s3d_fast.base.world import local_processes
 from s3d_fast.operators import SplittingOperator
 from s3d_fast.operators.cost import expected_steps, forming_products, prefers_exact
 

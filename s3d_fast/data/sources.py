@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from s3d_fast.base import require
-from s3d_fast.base.byte_counts import local_processes
+from s3d_fast.base.world import local_processes
 from s3d_fast.data.images import IMAGENET_NORMALISE, decode, read_bytes
 
 Batch = tuple[Tensor, Tensor]
