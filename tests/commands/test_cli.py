@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and what it says to bad input."""
+"""The command line: its output, its files, and its messages for bad input."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_bad_settings_end_with_a_message_and_write_nothing(tmp_path: Path, capsy
     assert not out.exists()
 
 
-def test_missing_matplotlib_is_said_before_the_work(
+def test_missing_matplotlib_is_reported_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> None:
@@ -58,7 +58,7 @@ def test_missing_matplotlib_is_said_before_the_work(
     assert "s3d_fast[plots]" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert __version__ in capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_text_table_aligns_its_columns() -> None:
 
 
 def listing(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder."""
+    """Return the contents of all files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -162,7 +162,7 @@ def test_grow_without_a_recipe_grows_on_digits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["grow", *SMALL, "--no-report", "--steps", "0", "--seed", "3", "--method", "s2d"]) == 0
-    # Bars go where errors go.
+    # Progress bars go to stderr.
     assert "phase 0" in capsys.readouterr().err
     about = json.loads((tmp_path / "runs" / "digits-s2d-3" / "run.json").read_text())
     assert (about["recipe"], about["method"], about["seed"]) == ("digits", "s2d", 3)
@@ -190,11 +190,11 @@ def test_grow_resumes(tmp_path: Path, digits_run: Path) -> None:
     assert [phase["metrics"] for phase in history(tmp_path / "run")] == [
         phase["metrics"] for phase in history(digits_run)
     ]
-    # An empty folder is the start of a run.
+    # In an empty folder, resuming starts a new run.
     assert main(["grow", "digits", *QUICK, "--steps", "0", "--resume", "--out", str(tmp_path / "new")]) == 0
 
 
-def test_grow_from_a_saved_network_and_networks_like_those_of_a_run(tmp_path: Path, digits_run: Path) -> None:
+def test_grow_starts_from_a_saved_network_and_copies_the_sizes_of_a_run(tmp_path: Path, digits_run: Path) -> None:
     start = digits_run / "network-001.safetensors"
     assert main(["grow", "digits", *QUICK, "--start", str(start), "--out", str(tmp_path / "started")]) == 0
     assert history(tmp_path / "started")[0]["metrics"] == history(digits_run)[1]["metrics"]
@@ -207,7 +207,7 @@ def test_grow_from_a_saved_network_and_networks_like_those_of_a_run(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def jpegs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like ImageNet's, with two classes: the red and the blue."""
+    """A folder laid out like ImageNet, with a class of red and a class of blue images."""
     folder = tmp_path_factory.mktemp("jpegs")
     generator = np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 4)):
@@ -230,7 +230,7 @@ def seed_macs() -> int:
 
 @pytest.fixture(scope="module")
 def imagenet_run(tmp_path_factory: pytest.TempPathFactory, jpegs: Path) -> Path:
-    """The folder of a run of the ImageNet recipe, by its paper preset, on a few small networks and images."""
+    """The folder of a run of the ImageNet recipe with its paper preset, with small networks and few images."""
     folder = tmp_path_factory.mktemp("runs") / "imagenet"
     arguments = ["--widths", ",".join(map(str, WIDTHS)), "--steps", "1", "--epochs", "1", "--batch-size", "8"]
     arguments += ["--macs", str(int(1.15 * seed_macs())), "--split-samples", "8", "--split-batch", "4"]
@@ -239,7 +239,7 @@ def imagenet_run(tmp_path_factory: pytest.TempPathFactory, jpegs: Path) -> Path:
     return folder
 
 
-def test_imagenet_grows_to_the_macs_that_are_given(imagenet_run: Path) -> None:
+def test_imagenet_grows_to_the_given_macs(imagenet_run: Path) -> None:
     about = json.loads((imagenet_run / "run.json").read_text())
     assert (about["recipe"], about["preset"], about["classes"]) == ("imagenet-mobilenet", "paper", 2)
     assert about["input_shape"] == [3, 224, 224]
@@ -275,7 +275,7 @@ def test_inspect_shows_layers_and_spectra(
         low, middle, high_middle, high, gain, gain_middle = map(float, row.split())
         assert low <= middle <= high_middle <= high
         assert gain <= gain_middle <= 0
-        # With c = 1.3, the gain of two copies is at least that of S2D.
+        # With c = 1.3, two copies gain at least as much as with S2D.
         assert gain <= min(low, 0)
 
 
@@ -291,7 +291,7 @@ def test_inspect_shows_the_spectra_that_the_run_has_saved(
         (row,) = re.findall(rf"^blocks\.{block}\.3 +4 +(.*)$", out.split("Extreme")[1], re.MULTILINE)
         values = [low.min(), np.median(low), np.median(high), high.max()]
         assert [float(text) for text in row.split()[:4]] == pytest.approx([float(value) for value in values], rel=5e-3)
-    # That is the last network which has any, and the one that is shown unless another is asked for.
+    # Phase 0 is the last phase with saved spectra, so it is shown by default.
     assert main(["inspect", str(imagenet_run)]) == 0
     assert capsys.readouterr().out == out
     assert main(["inspect", str(imagenet_run), "--phase", "1"]) == 0
@@ -354,7 +354,7 @@ def test_visualize_draws_the_filters_of_a_run(
     ],
     ids=" ".join,
 )
-def test_bad_usage(
+def test_bad_usage_exits_with_a_message(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -465,7 +465,7 @@ def test_the_folder_of_another_run_is_refused(
     assert listing(digits_run) == before
 
 
-def test_inspect_says_what_a_description_lacks(
+def test_inspect_names_the_missing_entries_of_a_description(
     tmp_path: Path, digits_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.json").write_text("{}")
@@ -505,7 +505,7 @@ def test_a_dry_run_says_what_a_capture_keeps(digits_run: Path, capsys: pytest.Ca
     assert "GFLOP" in everything
     assert main(["inspect", str(digits_run), "--dry-run", "--memory-budget", "20MB"]) == 0
     assert "a budget of 19.1 MiB" in capsys.readouterr().out
-    # 512 samples in batches of 128, of which three processes have two at the most.
+    # 512 samples are 4 batches of 128; each of three processes gets at most two of them.
     assert main(["inspect", "digits", "--dry-run", "--processes", "3", "--device", "cpu"]) == 0
     shared = capsys.readouterr().out
     assert "4 batches of 128 training samples, 2 in each process" in shared

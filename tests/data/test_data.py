@@ -1,4 +1,4 @@
-"""Data sets: what is read from each format, and what is said about damaged files."""
+"""Data sets: every format gives the same data, and damaged files are refused with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.data_cases import epoch, jpeg, random_bytes, samples_of, smooth_image
 
 
 class Python2Pickler(pickle._Pickler):
-    """Writes what Python 2 wrote: strings are bytes."""
+    """Writes pickles as Python 2 did: strings are bytes."""
 
     dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(pickle._Pickler.dispatch)
 
@@ -39,7 +39,7 @@ class Python2Pickler(pickle._Pickler):
 def python2_pickle(value: object) -> bytes:
     stream = io.BytesIO()
     Python2Pickler(stream, protocol=2).dump(value)
-    # Where numpy had it then.
+    # The name of numpy's module at that time.
     return stream.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
 
 
@@ -82,7 +82,7 @@ def write_cifar(folder: Path, kind: str) -> Path:
 
 
 class TestCifar:
-    def test_the_file_that_is_named_is_the_one_that_is_read(self, tmp_path: Path) -> None:
+    def test_a_path_to_a_file_reads_that_file(self, tmp_path: Path) -> None:
         place = write_cifar(tmp_path, "binary")
         folder = place if (place / "train.bin").exists() else place / "cifar-100-binary"
         (folder / "cifar100.npz").write_bytes(b"nonsense")
@@ -91,7 +91,7 @@ class TestCifar:
             data.cifar100(folder)
 
     @pytest.mark.parametrize("kind", ["python2", "python3", "fortran", "binary", "npz", "npz-channels-last"])
-    def test_every_format_gives_the_same(self, tmp_path: Path, kind: str) -> None:
+    def test_every_format_gives_the_same_data(self, tmp_path: Path, kind: str) -> None:
         dataset = data.cifar100(write_cifar(tmp_path, kind))
         assert (dataset.name, dataset.classes, dataset.input_shape) == ("cifar100", 100, (3, 32, 32))
         assert (len(dataset.train), len(dataset.test)) == (12, 5)
@@ -102,7 +102,7 @@ class TestCifar:
         assert y.tolist() == [number * 7 for number in range(12)]
         assert not torch.equal(epoch(dataset.train.batches(12, train=True))[0], x)
 
-    def test_where_the_files_may_be(self, tmp_path: Path) -> None:
+    def test_files_are_found_by_folder_and_by_path(self, tmp_path: Path) -> None:
         write_cifar(tmp_path / "cifar-100-python", "python2")
         npz = write_cifar(tmp_path / "other", "npz") / "cifar100.npz"
         for path in (tmp_path, tmp_path / "cifar-100-python" / "train", str(npz), npz.parent):
@@ -122,7 +122,7 @@ class TestCifar:
         assert not (tmp_path / "executed").exists()
 
     @pytest.mark.parametrize("name", ["builtins.eval", "numpy.load", "numpy.core.multiarray.fromfile", "os.system"])
-    def test_other_names_are_refused(self, tmp_path: Path, name: str) -> None:
+    def test_a_pickle_with_other_names_is_refused(self, tmp_path: Path, name: str) -> None:
         write_cifar(tmp_path, "python2")
         module, _, last = name.rpartition(".")
         (tmp_path / "train").write_bytes(f"c{module}\n{last}\n.".encode())
@@ -143,13 +143,13 @@ class TestCifar:
             ([1], "must hold a dictionary, got list"),
         ],
     )
-    def test_wrong_content(self, tmp_path: Path, content: object, message: str) -> None:
+    def test_wrong_content_is_refused(self, tmp_path: Path, content: object, message: str) -> None:
         write_cifar(tmp_path, "python2")
         (tmp_path / "test").write_bytes(python2_pickle(content))
         with pytest.raises(ValueError, match=message):
             data.cifar100(tmp_path)
 
-    def test_truncated_files(self, tmp_path: Path) -> None:
+    def test_truncated_files_are_refused(self, tmp_path: Path) -> None:
         def cut(path: Path) -> None:
             path.write_bytes(path.read_bytes()[:-1000])
 
@@ -163,7 +163,7 @@ class TestCifar:
         with pytest.raises(ValueError, match=r"cifar100\.npz is not a whole npz file"):
             data.cifar100(tmp_path / "c")
 
-    def test_wrong_npz(self, tmp_path: Path) -> None:
+    def test_a_wrong_npz_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "x.npz"
         np.savez(path, x_train=random_bytes(2, 8, 8, 3), y_train=[0, 1], x_test=random_bytes(2, 8, 8, 3), y_test=[0, 1])
         with pytest.raises(ValueError, match=r"train: images must be uint8 .*, got uint8 \(2, 8, 8, 3\)"):
@@ -179,7 +179,7 @@ class TestCifar:
         with pytest.raises(ValueError, match="must be an npz file, got a single array"):
             data.cifar100(path)
 
-    def test_a_folder_without_it(self, tmp_path: Path) -> None:
+    def test_a_folder_without_the_data_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
             data.cifar100(tmp_path / "nowhere")
         with pytest.raises(FileNotFoundError, match=r"expected cifar-100-python \(train and test\), .*, found nothing"):
@@ -217,13 +217,13 @@ class TestModelNet:
         assert x.shape == (9, 16, 3)
         assert not torch.allclose(x, expected, atol=atol)
 
-    def test_one_npz(self, tmp_path: Path) -> None:
+    def test_one_npz_is_read(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "modelnet40.npz", **self.arrays())
         self.check(data.modelnet40(tmp_path, points=16))
         self.check(data.modelnet40(tmp_path / "modelnet40.npz", points=16))
 
     @pytest.mark.parametrize("names", [("x", "y"), ("points", "labels"), ("x_{}", "y_{}")])
-    def test_an_npz_per_split(self, tmp_path: Path, names: tuple[str, str]) -> None:
+    def test_an_npz_per_split_is_read(self, tmp_path: Path, names: tuple[str, str]) -> None:
         arrays = self.arrays()
         for split in ("train", "test"):
             x, y = (name.format(split) for name in names)
@@ -231,7 +231,7 @@ class TestModelNet:
         self.check(data.modelnet40(tmp_path, points=16))
         self.check(data.modelnet40(tmp_path / "modelnet40_train.npz", points=16))
 
-    def test_hdf5(self, tmp_path: Path) -> None:
+    def test_hdf5_files_are_read_and_checked(self, tmp_path: Path) -> None:
         clouds = random_clouds(9, 20)
         folder = tmp_path / "modelnet40_ply_hdf5_2048"
         folder.mkdir()
@@ -257,7 +257,7 @@ class TestModelNet:
             file["data"], file["label"] = clouds[:, :7], np.arange(9)
         with pytest.raises(ValueError, match=r"same number of points in all files, got \[7, 20\]"):
             data.modelnet40(tmp_path)
-        # The data set's own list of its files, or the numbers in their names, tell that one is missing.
+        # A missing file is noticed by the data set's list of files, or by the numbers in the file names.
         (folder / "train_files.txt").write_text("a/ply_data_train0.h5\na/ply_data_train1.h5\na/ply_data_train2.h5\n")
         with pytest.raises(FileNotFoundError, match=r"expected ply_data_train2\.h5 too"):
             data.modelnet40(tmp_path, points=16)
@@ -266,22 +266,24 @@ class TestModelNet:
         with pytest.raises(FileNotFoundError, match=r"expected ply_data_train0\.h5 too"):
             data.modelnet40(tmp_path, points=16)
 
-    def test_hdf5_without_h5py(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_error_without_h5py_says_how_to_install_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for name in ("train0", "test0"):
             (tmp_path / f"ply_data_{name}.h5").touch()
         monkeypatch.setitem(sys.modules, "h5py", None)
         with pytest.raises(RuntimeError, match=r"need h5py, which is not installed: pip install 's3d_fast\[h5\]'"):
             data.modelnet40(tmp_path)
 
-    def test_training_takes_other_points_every_time(self, tmp_path: Path) -> None:
-        # All coordinates of a point are its number.
+    def test_training_draws_points_from_the_whole_cloud(self, tmp_path: Path) -> None:
+        # All coordinates of a point equal its index.
         clouds = np.broadcast_to(np.arange(200, dtype=np.float32)[:, None], (9, 200, 3))
         np.savez(tmp_path / "modelnet40.npz", **(self.arrays() | {"x_train": clouds}))
         batches = data.modelnet40(tmp_path, points=16).train.batches(9, train=True)
         torch.manual_seed(0)
         for x, _ in [*batches, *batches]:
             assert x.shape == (9, 16, 3)
-            # The first 16 points stay below 1.5 * 15 + 0.22, whatever is done to them.
+            # Augmentation keeps the first 16 points below 1.5 * 15 + 0.22.
             assert x.amax(1).min() > 40
         assert torch.equal(epoch(data.modelnet40(tmp_path, points=16).train.batches(9))[0][0, :, 0], torch.arange(16.0))
 
@@ -300,12 +302,12 @@ class TestModelNet:
             ),
         ],
     )
-    def test_wrong_arrays(self, tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
+    def test_wrong_arrays_are_refused(self, tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
         np.savez(tmp_path / "modelnet40.npz", **(self.arrays() | changes))
         with pytest.raises(ValueError, match=message):
             data.modelnet40(tmp_path, points=16)
 
-    def test_a_folder_without_it(self, tmp_path: Path) -> None:
+    def test_a_folder_without_the_data_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "modelnet40_train.npz").touch()
         with pytest.raises(FileNotFoundError, match=r"expected ply_data_train\*\.h5 .*, found modelnet40_train\.npz"):
             data.modelnet40(tmp_path)
@@ -331,7 +333,7 @@ def write_fashion(folder: Path, compressed: bool = False) -> Path:
 
 class TestFashionMnist:
     @pytest.mark.parametrize("compressed", [False, True])
-    def test_idx_files(self, tmp_path: Path, compressed: bool) -> None:
+    def test_idx_files_are_read(self, tmp_path: Path, compressed: bool) -> None:
         dataset = data.fashion_mnist(write_fashion(tmp_path, compressed))
         assert (dataset.name, dataset.classes, dataset.input_shape) == ("fashion-mnist", 10, (1, 28, 28))
         assert (len(dataset.train), len(dataset.test)) == (9, 4)
@@ -352,18 +354,18 @@ class TestFashionMnist:
             ("t10k-labels-idx1", idx(np.full(4, 10, dtype=np.uint8)), "labels must be from 0 to 9, got 10 to 10"),
         ],
     )
-    def test_wrong_content(self, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    def test_wrong_content_is_refused(self, tmp_path: Path, name: str, content: bytes, message: str) -> None:
         (write_fashion(tmp_path) / f"{name}-ubyte").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             data.fashion_mnist(tmp_path)
 
-    def test_truncated_gzip(self, tmp_path: Path) -> None:
+    def test_a_truncated_gzip_file_is_refused(self, tmp_path: Path) -> None:
         file = write_fashion(tmp_path, compressed=True) / "train-images-idx3-ubyte.gz"
         file.write_bytes(file.read_bytes()[:-100])
         with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz is not a whole gzip file"):
             data.fashion_mnist(tmp_path)
 
-    def test_a_missing_file(self, tmp_path: Path) -> None:
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
         (write_fashion(tmp_path) / "t10k-labels-idx1-ubyte").unlink()
         expected = (
             r"expected t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte\.gz, found t10k-images-idx3-ubyte, train-"
@@ -373,7 +375,7 @@ class TestFashionMnist:
 
 
 class TestDigits:
-    def test_split(self) -> None:
+    def test_digits_are_split_into_training_and_test_samples(self) -> None:
         dataset = data.digits()
         assert (dataset.classes, dataset.input_shape) == (10, (1, 8, 8))
         assert (len(dataset.train), len(dataset.test)) == (1437, 360)
@@ -386,7 +388,7 @@ class TestDigits:
         shuffled, _ = epoch(dataset.train.batches(1437, train=True))
         assert samples_of(shuffled) == samples_of(x)
 
-    def test_without_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_error_without_scikit_learn_says_how_to_install_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
         with pytest.raises(RuntimeError, match=r"which is not installed: pip install 's3d_fast\[digits\]'"):
             data.digits()
@@ -404,7 +406,7 @@ def tar_of(path: Path, members: dict[str, bytes]) -> None:
 
 
 def write_imagenet(folder: Path, layout: str, classes: tuple[str, ...] = CLASSES) -> Path:
-    """Write two images per class and split; their order by class is that of the folders."""
+    """Write two images per class and split; every layout has its classes in the same order."""
     for split in ("train", "val"):
         place = folder / split
         place.mkdir(parents=True)
@@ -436,7 +438,7 @@ def write_imagenet(folder: Path, layout: str, classes: tuple[str, ...] = CLASSES
 
 class TestImageNet:
     @pytest.mark.parametrize("layout", ["folders", "tar-per-class", "tar-of-folders", "tar-of-pairs"])
-    def test_every_layout_gives_the_same(self, tmp_path: Path, layout: str) -> None:
+    def test_every_layout_gives_the_same_data(self, tmp_path: Path, layout: str) -> None:
         dataset = data.imagenet(write_imagenet(tmp_path, layout), size=32, workers=0)
         assert (dataset.name, dataset.classes, dataset.input_shape) == ("imagenet", 3, (3, 32, 32))
         for source in (dataset.train, dataset.test):
@@ -452,7 +454,7 @@ class TestImageNet:
         with pytest.raises(ValueError, match="holds both"):
             data.imagenet(folder, workers=0)
 
-    def test_numbers_are_ordered_as_numbers(self, tmp_path: Path) -> None:
+    def test_class_numbers_are_ordered_as_numbers(self, tmp_path: Path) -> None:
         for split in ("train", "val"):
             (tmp_path / split).mkdir()
             members = {}
@@ -462,7 +464,9 @@ class TestImageNet:
         dataset = data.imagenet(tmp_path, size=8, workers=0)
         assert epoch(dataset.test.batches(3))[1].tolist() == [2, 1, 0]
 
-    def test_without_pillow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_error_without_pillow_says_how_to_install_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         write_imagenet(tmp_path, "folders")
         monkeypatch.setitem(sys.modules, "PIL.Image", None)
         with pytest.raises(
@@ -470,7 +474,7 @@ class TestImageNet:
         ):
             data.imagenet(tmp_path)
 
-    def test_missing_folders(self, tmp_path: Path) -> None:
+    def test_missing_folders_are_named(self, tmp_path: Path) -> None:
         (tmp_path / "train").mkdir()
         with pytest.raises(FileNotFoundError, match=r"expected folders train and val, found train$"):
             data.imagenet(tmp_path)
@@ -479,20 +483,20 @@ class TestImageNet:
         with pytest.raises(ValueError, match=r"train must hold a folder per class, or tar files; found a\.JPEG"):
             data.imagenet(tmp_path)
 
-    def test_an_empty_class(self, tmp_path: Path) -> None:
+    def test_a_class_without_images_is_refused(self, tmp_path: Path) -> None:
         write_imagenet(tmp_path, "folders")
         (tmp_path / "val" / "n0").mkdir()
         (tmp_path / "val" / "n0" / "a.png").touch()
         with pytest.raises(ValueError, match=r"n0 must hold JPEGs \(.*\), found a\.png"):
             data.imagenet(tmp_path)
 
-    def test_classes_differ(self, tmp_path: Path) -> None:
+    def test_classes_that_differ_between_splits_are_refused(self, tmp_path: Path) -> None:
         write_imagenet(tmp_path, "folders")
         (tmp_path / "val" / "n02085620").rename(tmp_path / "val" / "dog")
         with pytest.raises(ValueError, match="same classes; only in train: n02085620; only in val: dog"):
             data.imagenet(tmp_path)
 
-    def test_damaged_tars(self, tmp_path: Path) -> None:
+    def test_damaged_tars_are_refused(self, tmp_path: Path) -> None:
         file = write_imagenet(tmp_path, "tar-per-class") / "train" / f"{CLASSES[1]}.tar"
         whole = file.read_bytes()
         for content in (whole[:1000], gzip.compress(whole), b"no tar"):
@@ -503,7 +507,7 @@ class TestImageNet:
         with pytest.raises(ValueError, match=r"n01443537\.tar must hold JPEGs \(.*\), found readme\.txt"):
             data.imagenet(tmp_path)
 
-    def test_pairs_that_are_none(self, tmp_path: Path) -> None:
+    def test_incomplete_pairs_are_refused(self, tmp_path: Path) -> None:
         file = write_imagenet(tmp_path, "tar-of-pairs") / "train" / "shard-0.tar"
         tar_of(file, {"a.jpg": b"", "b.cls": b"3"})
         with pytest.raises(ValueError, match=r"shard-0\.tar: a\.jpg has no a\.cls beside it"):
@@ -549,7 +553,7 @@ def test_damage_is_a_value_error_or_goes_unnoticed(
     content = file.read_bytes()
     for _ in range(60):
         damaged = np.frombuffer(content, dtype=np.uint8).copy()
-        # Most formats have their structure at the two ends.
+        # Most formats keep their structure at the start and at the end.
         places = np.concatenate([generator.integers(0, 300, 2), -1 - generator.integers(0, min(900, len(content)), 2)])
         damaged[places % len(content)] = generator.integers(0, 256, 4)
         file.write_bytes(damaged.tobytes()[: None if generator.random() < 0.7 else generator.integers(len(content))])
@@ -560,6 +564,6 @@ def test_damage_is_a_value_error_or_goes_unnoticed(
     assert refused >= 15
 
 
-def test_sets_by_name() -> None:
+def test_data_sets_are_found_by_name() -> None:
     assert list(data.SETS) == ["cifar100", "modelnet40", "imagenet", "fashion-mnist", "digits"]
     assert data.SETS["digits"]().name == "digits"

@@ -1,4 +1,4 @@
-"""Sources of batches: order, augmentation, decoding, and what they do with several workers."""
+"""Sources of batches: order, augmentation and decoding, with one worker and with several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.data_cases import WORKERS, as_is, epoch, forks, jpeg, random_bytes, s
 
 @pytest.fixture(params=["arrays", "jpegs"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
-    """Ten samples whose labels are 0 1 2 0 1 2 0 1 2 0, all different."""
+    """A source of ten different samples with labels 0 1 2 0 1 2 0 1 2 0."""
     if request.param == "jpegs":
         return JpegSource(write_jpegs(tmp_path, 10), size=16, num_workers=0)
     inputs = torch.from_numpy(random_bytes(10, 3, 16, 16))
@@ -37,7 +37,7 @@ class TestSources:
             mine = [part[number] for part in parts if number < len(part)]
             assert sum(len(labels) for _, labels in mine) == len(y)
             assert samples_of(torch.cat([pixels for pixels, _ in mine])) == samples_of(x)
-        # In training all draw the same order, and none has a sample of another.
+        # In training, every part has the same share of each batch.
         orders = []
         for rank in range(size):
             torch.manual_seed(5)
@@ -62,7 +62,7 @@ class TestSources:
         assert torch.equal(y, torch.arange(10) % 3)
         assert torch.equal(epoch(batches)[0], x)
 
-    def test_training_leaves_out_what_does_not_fill_a_batch(self, source: Source) -> None:
+    def test_training_leaves_out_an_incomplete_batch(self, source: Source) -> None:
         assert [len(y) for _, y in source.batches(4, train=True)] == [4, 4]
         assert len(source.batches(4, train=True)) == 2
         assert [len(y) for _, y in source.batches(64, train=True)] == [10]
@@ -116,7 +116,7 @@ class TestSources:
         assert not torch.equal(y, torch.arange(100))
         assert torch.equal(y.sort().values, torch.arange(100))
 
-    def test_balanced_gives_what_small_classes_cannot_to_the_others(self) -> None:
+    def test_balanced_fills_up_small_classes_from_large_ones(self) -> None:
         labels = np.repeat([0, 1, 2, 5], [50, 3, 20, 9])
         chosen = balanced(labels, 31)
         counts = np.bincount(labels[chosen], minlength=6)
@@ -126,7 +126,7 @@ class TestSources:
         assert chosen.tolist() == sorted(set(chosen.tolist()))
         assert set(balanced(labels, len(labels))) == set(range(len(labels)))
 
-    def test_labels_go_with_inputs(self) -> None:
+    def test_labels_must_match_the_inputs(self) -> None:
         with pytest.raises(
             ValueError, match=r"labels must be int64 of shape \(4,\), one per input; got torch.int64 \(3,\)"
         ):
@@ -156,10 +156,10 @@ class TestPadCropFlip:
             ]
             assert len(matches) == 1
             kinds.add(matches[0])
-        # Each of the 25 places, mirrored and not: 50 kinds, of which 400 draws leave out next to none.
+        # 25 positions, mirrored or not, are 50 kinds; 400 draws contain nearly all of them.
         assert len(kinds) >= 48
 
-    def test_without_padding_only_mirroring_is_left(self) -> None:
+    def test_without_padding_images_are_only_mirrored(self) -> None:
         torch.manual_seed(0)
         parents = torch.from_numpy(random_bytes(200, 1, 4, 4))
         children = augment.pad_crop_flip(parents, padding=0)
@@ -180,7 +180,7 @@ class TestScaleAndJitter:
         clouds = torch.randn(20, 500, 3)
         moved = augment.scale_and_jitter(clouds, low=1, high=1, shift=0, sigma=0.01, clip=0.02) - clouds
         assert moved.abs().max() <= 0.02 + 1e-6
-        # A normal distribution cut off at two deviations is at the bound in 4.6 % of cases, and has deviation 0.0096.
+        # A normal distribution clipped at two deviations is at the bound in 4.6 % of cases; its deviation is 0.0096.
         assert 0.0091 < float(moved.std()) < 0.0100
         assert 0.04 < float((moved.abs() > 0.0199).float().mean()) < 0.06
 
@@ -210,14 +210,14 @@ class TestScaleAndJitter:
         assert torch.equal(everything.sort().values, clouds[..., 0])
         assert not torch.equal(everything, clouds[..., 0])
 
-    def test_more_points_than_there_are(self) -> None:
+    def test_more_points_than_a_cloud_has_are_refused(self) -> None:
         with pytest.raises(ValueError, match="points must be from 1 to 8, the points of a cloud; got 9"):
             augment.scale_and_jitter(torch.zeros(1, 8, 3), points=9)
 
 
 class TestCrops:
     @pytest.mark.parametrize(("width", "height"), [(500, 375), (30, 200), (7, 7)])
-    def test_boxes_are_inside_and_of_permitted_shape(self, width: int, height: int) -> None:
+    def test_crops_are_inside_the_image_and_have_a_permitted_shape(self, width: int, height: int) -> None:
         generator = np.random.default_rng(0)
         shares = []
         for _ in range(300):
@@ -236,7 +236,7 @@ class TestCrops:
         shares = [augment.random_resized_crop(1000, 1000, [draw])[2] ** 2 / 1e6 for draw in draws]
         assert np.allclose(shares, [0.08 + 0.92 * draw[0] for draw in draws], atol=2e-3)
 
-    def test_no_fit_gives_the_centre(self) -> None:
+    def test_the_crop_is_the_centre_if_no_draw_fits(self) -> None:
         draws = [[0.99, 0.5, 0.1, 0.1]] * 10
         assert augment.random_resized_crop(1000, 90, draws) == (440, 0, 560, 90)
         assert augment.random_resized_crop(90, 1000, draws) == (0, 440, 90, 560)
@@ -262,7 +262,7 @@ class TestJpegs:
             expected = np.asarray(image.resize((64, 64), Image.Resampling.BILINEAR, box=box)).transpose(2, 0, 1)
             mirrored = bool(draws[40] < 0.5)
             assert np.abs(pixels - (expected[..., ::-1] if mirrored else expected)).max() <= 4
-            # Red goes across.
+            # Red grows to the right.
             assert (pixels[0, :, 0].mean() > pixels[0, :, -1].mean()) == mirrored
             kinds.add(mirrored)
         assert kinds == {False, True}
@@ -271,7 +271,7 @@ class TestJpegs:
         ("width", "height", "size", "reduced"),
         [(512, 512, 224, (256, 256)), (2000, 1500, 224, (500, 375)), (500, 375, 224, (500, 375)), (9, 9, 64, (9, 9))],
     )
-    def test_decoded_at_the_scale_that_the_crop_needs(
+    def test_images_are_decoded_at_the_scale_that_the_crop_needs(
         self, width: int, height: int, size: int, reduced: tuple[int, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sizes, draft = [], JpegImagePlugin.JpegImageFile.draft
@@ -293,7 +293,7 @@ class TestJpegs:
         assert np.abs(pixels - expected).mean() < 3
         assert (pixels[0] == pixels[1]).all() == (mode == "L")
 
-    def test_a_png_with_a_palette_that_is_called_jpeg(self) -> None:
+    def test_a_png_under_the_name_of_a_jpeg_is_decoded(self) -> None:
         stream = io.BytesIO()
         smooth_image(80, 80).convert("P").save(stream, "PNG")
         assert images.decode(stream.getvalue(), 32, np.random.default_rng(0)).shape == (3, 32, 32)
@@ -318,7 +318,7 @@ class TestJpegs:
             assert torch.allclose(channel, torch.tensor((128 / 255 - mean) / std), atol=1e-4)
 
     @forks
-    def test_an_epoch_may_be_left_early(self, tmp_path: Path) -> None:
+    def test_an_epoch_may_end_early(self, tmp_path: Path) -> None:
         batches = JpegSource(write_jpegs(tmp_path, 9), 16, 1).batches(2)
         everything, _ = epoch(batches)
         first, _ = next(iter(batches))
@@ -338,7 +338,7 @@ class TestJpegs:
         with pytest.raises(ValueError, match=r"cannot decode the JPEG .*2\.jpg: .*No such file"):
             epoch(JpegSource(entries, 16, workers).batches(2))
 
-    def test_bytes_beyond_the_end_of_a_file(self, tmp_path: Path) -> None:
+    def test_an_entry_beyond_the_end_of_its_file_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "a.tar").write_bytes(bytes(100))
         with pytest.raises(ValueError, match=r"a\.tar at byte 50: the file ends after 50 of the 60 bytes at 50"):
             epoch(JpegSource([Entry(str(tmp_path / "a.tar"), 50, 60, 0)], 8, 0).batches(1))
@@ -350,7 +350,7 @@ class TestJpegs:
         assert pickle.loads(pickle.dumps(IMAGENET_NORMALISE)) == IMAGENET_NORMALISE
 
 
-def test_normalise() -> None:
+def test_normalise_subtracts_the_mean_and_divides_by_the_deviation() -> None:
     pixels = torch.from_numpy(random_bytes(5, 2, 4, 4))
     result = images.normalise((0.5, 0.25), (0.2, 0.4))(pixels)
     mean, std = torch.tensor([0.5, 0.25])[:, None, None], torch.tensor([0.2, 0.4])[:, None, None]

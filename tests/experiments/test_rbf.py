@@ -1,4 +1,4 @@
-"""The RBF experiment: its networks, its splits against the real loss, and what it reports."""
+"""The RBF experiment: its networks, its splits compared with the real loss, and its report."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_network_is_the_papers_sum_of_gaussians() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-def test_a_seed_does_not_depend_on_how_many_there_are(problem: rbf.Problem) -> None:
+def test_the_data_of_a_seed_do_not_depend_on_the_number_of_seeds(problem: rbf.Problem) -> None:
     alone = rbf.make_problem(rbf.RBFSettings(seeds=1, first_seed=2, points=200))
     assert torch.equal(alone.x[0], problem.x[2])
     assert torch.equal(alone.y[0], problem.y[2])
 
 
-def test_neurons_that_are_not_alive_never_move(problem: rbf.Problem) -> None:
+def test_dead_neurons_never_move(problem: rbf.Problem) -> None:
     theta, w = torch.randn(4, 2, 2), torch.randn(4, 2)
     alive = torch.tensor([[1.0, 0.0]]).expand(4, -1).clone()
     model = RBFBatch(theta.clone(), w.clone(), alive)
@@ -61,12 +61,13 @@ def test_split_changes_the_real_loss_by_the_gain(problem: rbf.Problem, method: r
         change = ((grown(double.x) - double.y) ** 2).mean(-1) - stage.loss
         errors.append((change - eps**2 / 2 * gains).abs().max())
     assert float(gains.max()) < 0
-    # The error is of third order at least: a tenth of the step leaves a thousandth of it.
+    # The error is at least of third order: a tenth of the step gives at most a thousandth of the error.
     assert errors[1] < 2e-3 * errors[0] + 1e-14
 
 
 def test_s2d_does_not_split_a_stable_network_and_s3d_does() -> None:
-    # One Gaussian with a negative weight on data above it: g < 0 everywhere near the centre makes S positive definite.
+    # With one Gaussian of negative weight and data on one side of it, S is definite near the centre. Its sign depends
+    # on the side, so S2D splits on one side only.
     x = torch.linspace(-0.5, 0.5, 50, dtype=torch.float64)[None]
     model = RBFBatch(torch.tensor([[[1.0, 0.0]]]).double(), torch.tensor([[-1.0]]).double())
     above = rbf.Problem(x, model(x).detach() - 1, model.theta.detach(), model.w.detach())
@@ -98,7 +99,7 @@ def test_positive_splitting_never_takes_a_negative_weight(runs: list[rbf.Run]) -
     assert any(bool(stage.negative.any()) for stage in by_method[rbf.Method(2, 5.0)].stages)
 
 
-def test_table_and_verdict_say_what_the_runs_hold(runs: list[rbf.Run]) -> None:
+def test_table_and_verdict_show_the_losses_of_the_runs(runs: list[rbf.Run]) -> None:
     rows = rbf.loss_table(runs, rbf.BY_COPIES, SMALL.neurons)
     assert rows[0] == ["neurons", "S2D", "S3D m=2 c=3", "S3D m=3 c=3", "S3D m=4 c=3"]
     assert rows[2][3] == "-"

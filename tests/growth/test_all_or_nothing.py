@@ -1,4 +1,4 @@
-"""Splits and loads that fail half-way leave model and optimizer as they were."""
+"""Splits and loads that fail halfway leave model and optimizer as they were."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scale(nn.Module):
-    """A factor per channel; subclasses say how many channels it has."""
+    """A factor per channel; subclasses define the attribute `channels`."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ReadOnly(Scale):
 
 
 class Refusing(ReadOnly):
-    """Setting the number of channels fails half-way."""
+    """Setting the number of channels fails halfway."""
 
     error: BaseException = RuntimeError("no other size than mine")
 
@@ -69,7 +69,7 @@ class Interrupted(Refusing):
 
 
 class Following(Scale):
-    """The number of channels is that of the tensor."""
+    """The number of channels is computed from a tensor."""
 
     @property
     def channels(self) -> int:
@@ -87,7 +87,7 @@ def scaled(scale: type[Scale], width: int = 5) -> nn.Module:
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[object]:
-    """Return the objects that a model and its optimizer consist of, and what they hold."""
+    """Return the identities and contents of all objects in a model and its optimizer."""
     found: list[object] = []
 
     def note(name: object, value: object) -> None:
@@ -154,7 +154,7 @@ def test_a_size_that_follows_the_tensors_need_not_be_set() -> None:
 
 
 class Padded(nn.Module):
-    """A layer and a buffer that is an expanded view."""
+    """A model with buffers that cannot be written in place."""
 
     def __init__(self, width: int = 3) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Padded(nn.Module):
 
     @property
     def out_features(self) -> int:
-        """The size of a part, which nobody can set."""
+        """The size of a part; it has no setter."""
         return self.first.out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_views_that_cannot_be_written_are_replaced(width: int, tmp_path: Path) -
         assert torch.equal(model.state_dict()[name], tensor), name
     assert model.out_features == 4
     assert torch.equal(outputs(model, torch.ones(1, 2)), outputs(source, torch.ones(1, 2)))
-    # What has its size already stays the same object.
+    # Parameters that have the right size stay the same objects.
     again = [id(parameter) for parameter in model.parameters()]
     s3d.load_grown(model, tmp_path / "net.safetensors")
     assert [id(parameter) for parameter in model.parameters()] == again
@@ -207,11 +207,13 @@ def test_a_load_that_fails_leaves_the_model_alone(
     before = contents(model)
     with pytest.raises(error):
         s3d.load_grown(model, tmp_path / "net.safetensors")
-    # The bias of the last layer has the size of the one in the file: it has been written, and written back.
+    # The last layer's bias has the same size as in the file: it was written, and then restored.
     assert contents(model) == before
 
 
-def test_a_tensor_that_fails_half_way_leaves_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_cannot_be_written_leaves_the_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = MLP([2, 3, 2])
     s3d.save_grown(MLP([2, 3, 2]), tmp_path / "net.safetensors")
     before = contents(model)

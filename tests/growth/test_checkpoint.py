@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded computes what was saved, bit for bit; a bad file changes nothing."""
+"""Checkpoints: a loaded network equals the saved one bit for bit; a bad file changes nothing."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def outputs(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    """Return everything that a failed load must leave alone."""
+    """Return everything that a failed load must not change."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return state, [(name, id(parameter)) for name, parameter in model.named_parameters()], repr(model)
 
@@ -119,13 +119,13 @@ def test_a_grown_network_is_restored_from_its_seed(kind: str, tmp_path: Path) ->
     s3d.load_grown(fresh, tmp_path / "net.safetensors")
     assert_same_state(fresh.state_dict(), model.state_dict())
     assert torch.equal(outputs(fresh, x), outputs(model, x))
-    # The sizes that the modules tell are those of the grown model too.
+    # The modules' size attributes match the grown model too.
     assert repr(fresh) == repr(model)
     assert s3d.trace(fresh, x).widths() == s3d.trace(model, x).widths()
 
 
 @every_model
-def test_a_restored_network_trains_and_grows_like_the_one_saved(kind: str, tmp_path: Path) -> None:
+def test_a_restored_network_trains_and_grows_like_the_saved_one(kind: str, tmp_path: Path) -> None:
     model, x = grown(kind), example(kind)
     target = torch.arange(len(x)) % 3
     s3d.save_grown(model, tmp_path / "net.safetensors")
@@ -140,7 +140,7 @@ def test_a_restored_network_trains_and_grows_like_the_one_saved(kind: str, tmp_p
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 20])
-def test_the_model_may_have_any_widths_before(width: int, tmp_path: Path) -> None:
+def test_the_model_may_have_any_widths_before_a_load(width: int, tmp_path: Path) -> None:
     model, x = grown("mlp-batchnorm"), example("mlp-batchnorm")
     s3d.save_grown(model, tmp_path / "net.safetensors")
     other = mlp(width)
@@ -148,7 +148,7 @@ def test_the_model_may_have_any_widths_before(width: int, tmp_path: Path) -> Non
     assert torch.equal(outputs(other, x), outputs(model, x))
 
 
-def test_dtype_and_trainability_stay_those_of_the_model(tmp_path: Path) -> None:
+def test_a_load_keeps_the_dtype_and_trainability_of_the_model(tmp_path: Path) -> None:
     model = grown("mlp-batchnorm")
     s3d.save_grown(model, tmp_path / "net.safetensors")
     other = mlp().double()
@@ -190,7 +190,7 @@ def test_the_file_is_safetensors_without_pickle(tmp_path: Path) -> None:
         assert set(file.keys()) == set(model.state_dict())
         assert all(json.loads(value) is not None for key, value in file.metadata().items() if key == "record")
     data = path.read_bytes()
-    # Eight bytes of length, then JSON, then the tensors' own bytes and nothing more.
+    # The file holds eight bytes of length, then JSON, then the bytes of the tensors, and nothing else.
     length = int.from_bytes(data[:8], "little")
     json.loads(data[8 : 8 + length])
     assert len(data) == 8 + length + sum(t.numel() * t.element_size() for t in model.state_dict().values())
@@ -209,7 +209,7 @@ def fail(*_: object, **__: object) -> None:
 
 
 class Half(io.FileIO):
-    """A file that breaks in the middle of a write."""
+    """A file that fails in the middle of a write."""
 
     def write(self, data: Any) -> int:
         super().write(bytes(data)[: len(data) // 2])
@@ -395,7 +395,7 @@ def test_tensors_that_do_not_fit_are_refused(change: str, tmp_path: Path) -> Non
     elif change == "besides":
         tensors["extra"] = torch.zeros(1)
     else:
-        # A bias that is longer than its weight has rows.
+        # The bias is longer than the number of rows of its weight.
         tensors[last] = torch.zeros(len(tensors[last]) + 5)
     path = tmp_path / "net.safetensors"
     checkpoint.write(path, tensors, {"sizes": checkpoint.layer_sizes(source)})
@@ -416,7 +416,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def round_trip(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module, path: Path) -> Any:
-    """Return the state of the optimizer as it comes back from a file, for a model that was restored from another."""
+    """Write model and optimizer to files; load the model into `fresh` and return the optimizer's state as read."""
     s3d.save_grown(model, path.with_name("net.safetensors"))
     tensors, groups = checkpoint.optimizer_tensors(model, optimizer)
     checkpoint.write(path, tensors, {"groups": groups})
@@ -426,11 +426,11 @@ def round_trip(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Mod
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_after_the_round_trip_is_the_step_without(name: str, tmp_path: Path) -> None:
+def test_steps_after_a_round_trip_equal_steps_without_it(name: str, tmp_path: Path) -> None:
     make, x = OPTIMIZERS[name], example("mlp-batchnorm")
     target = torch.arange(len(x)) % 3
     model, optimizer = grow("mlp-batchnorm", make)
-    # A schedule has changed the rate, and left a note of its own.
+    # As after a schedule: it has changed the rate and stored an entry of its own.
     optimizer.param_groups[0]["lr"] *= 0.3
     optimizer.param_groups[0]["initial_lr"] = 0.5
     fresh = mlp()

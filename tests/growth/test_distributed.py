@@ -1,4 +1,4 @@
-"""Growth in several processes: they agree, one that dies takes the others along, and another number of them goes on."""
+"""Growth in several processes: they agree, all end if one dies, and any number of processes can resume the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(ranks: int, folder: Path, stage: str = "none", rank: int = 0) -> tuple[int, str, float, str]:
-    """Run the worker in several processes; return the exit code, what was said, the seconds, and a mark of them all."""
+    """Run the worker in several processes; return exit code, stderr, seconds, and a mark in their environment."""
     mark = uuid.uuid4().hex
     scratch = folder.parent / f"{folder.name}-scratch"
     scratch.mkdir(exist_ok=True)
@@ -36,13 +36,13 @@ def torchrun(ranks: int, folder: Path, stage: str = "none", rank: int = 0) -> tu
         timeout=300,
         check=False,
     )
-    # Nothing of the run's own; torchrun keeps logs there.
+    # The run leaves no files there; torchrun leaves its logs.
     assert [path for path in scratch.rglob("*") if path.is_file() and path.suffix != ".log"] == []
     return done.returncode, done.stderr, time.monotonic() - began, mark
 
 
 def processes_with(mark: str) -> list[str]:
-    """Return the processes whose environment has the mark."""
+    """Return the processes that have the mark in their environment."""
 
     def has_mark(entry: Path) -> bool:
         try:
@@ -79,7 +79,7 @@ def test_ranks_agree_bit_for_bit(alone: Path, tmp_path: Path) -> None:
     first, second = (load_file(folder / f"rank-{rank}.safetensors") for rank in (0, 1))
     assert set(first) == set(second)
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-    # One process takes the same samples in the same order, but for the statistics of BatchNorm: results are alike.
+    # One process takes the same samples in the same order. Only BatchNorm statistics differ, so results are similar.
     for mine, theirs in zip(history(folder), history(alone), strict=True):
         assert mine["macs"] >= theirs["macs"] // 2
         assert sum(mine["widths"].values()) == sum(theirs["widths"].values())
@@ -91,11 +91,11 @@ def test_ranks_agree_bit_for_bit(alone: Path, tmp_path: Path) -> None:
     ("stage", "rank", "ranks_after"),
     [("train", 1, 1), ("capture", 1, 3), ("solve", 0, 2), ("split", 1, 2), ("half-phase", 0, 2)],
 )
-def test_a_rank_that_dies_ends_all_and_the_run_goes_on(stage: str, rank: int, ranks_after: int, tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_all_and_the_run_resumes(stage: str, rank: int, ranks_after: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, said, seconds, mark = torchrun(2, folder, stage, rank)
     assert code != 0
-    # As torchrun says it: which process, and by what it ended.
+    # torchrun reports which process died, and of which signal.
     assert re.search(rf"rank +: {rank} \(local_rank: {rank}\)\n +exitcode +: -9 .*SIGKILL", said), said[-2000:]
     assert seconds < 60
     assert processes_with(mark) == []
@@ -109,7 +109,7 @@ def test_a_rank_that_dies_ends_all_and_the_run_goes_on(stage: str, rank: int, ra
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_a_process_that_is_alone() -> None:
+def test_a_single_process_agrees_with_itself() -> None:
     assert ALONE.is_first
     assert ALONE.shard == (0, 1)
     assert ALONE.sum(1.5, 2) == [1.5, 2]

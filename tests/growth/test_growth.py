@@ -1,4 +1,4 @@
-"""Growth: what every phase records, and that a run which was interrupted or killed ends like one which was not."""
+"""Growth: the record of every phase, and runs that end the same after an interruption or a kill."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shuffled:
 
 
 def smooth_grower(**options: Any) -> s3d.Grower:
-    """Return a Grower of a float64 network with smooth activations, whose splits can be predicted."""
+    """Return a Grower of a float64 network with smooth activations, so that the effect of splits can be predicted."""
     x, target = grow_worker.data(dtype=torch.float64)
     torch.manual_seed(2)
     model = MLP([2, 4, 3]).double()
@@ -69,7 +69,7 @@ def assert_same_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) -> 
 
 
 def record(history: list[s3d.Phase]) -> list[dict[str, Any]]:
-    """Return a history without its times; NaN, which is unequal to itself, becomes None."""
+    """Return a history without times, for comparison: NaN, which is unequal to itself, becomes None."""
     phases = [
         {key: value for key, value in asdict(phase).items() if key not in ("seconds", "epochs")} for phase in history
     ]
@@ -91,7 +91,7 @@ def history_file(folder: Path) -> list[dict[str, Any]]:
 
 
 def as_strict(value: Any) -> Any:
-    """Return plain data as strict JSON holds it: what is not finite is None."""
+    """Return plain data as in strict JSON: numbers that are not finite become None."""
     if isinstance(value, dict):
         return {key: as_strict(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -103,12 +103,12 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_batches_are_made_anew_at_every_pass_and_those_that_come_once_are_kept() -> None:
+def test_batches_are_made_at_every_pass_and_an_iterator_is_kept_as_a_list() -> None:
     x, target = grow_worker.data()
     passes = []
 
     class Made:
-        """Batches that note when they are made."""
+        """Batches that record every pass over them."""
 
         same_every_pass = True
 
@@ -126,15 +126,15 @@ def test_batches_are_made_anew_at_every_pass_and_those_that_come_once_are_kept()
     shuffled = grow_worker.grower(None, phases=2)
     shuffled.batches = DataLoader(TensorDataset(x, target), 24, shuffle=True, generator=torch.Generator())
     first, second, third = (run.run()[0] for run in (again, once, shuffled))
-    # Capture, and the loss after the split; then one pass that makes a list.
+    # The first run passes over them for the capture and for the loss after the split; the second run once, for a list.
     assert passes == ["pass"] * 3
     assert first.batches == second.batches == 2
     assert first.split_loss == second.split_loss
-    # The loss before the split and that after it are of the same samples.
+    # The losses before and after the split are computed on the same samples.
     assert third.split_loss - third.loss == pytest.approx(third.predicted_change, rel=1)
 
 
-def test_a_budget_is_kept_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_memory_budget_is_kept_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     x, target = grow_worker.data()
     run = grow_worker.grower(None, phases=2, memory_budget=400, progress=True)
     run.batches = [(x[i : i + 4], target[i : i + 4]) for i in range(0, 24, 4)]
@@ -207,14 +207,14 @@ def test_every_phase_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("selection", [{"c": 1, "fraction": 0.5}, {"c": 1.5, "m": 3}, {"m": "knapsack", "budget": 4}])
-def test_a_small_split_does_what_it_promises(selection: dict[str, Any]) -> None:
+def test_a_small_split_changes_the_loss_as_predicted(selection: dict[str, Any]) -> None:
     for phase in smooth_grower(selection=selection, eps=0.003).run()[:-1]:
         assert phase.predicted_change == pytest.approx(0.003**2 / 2 * sum(phase.gains.values()))
         assert phase.predicted_change < 0
         assert phase.split_loss - phase.loss == pytest.approx(phase.predicted_change, rel=0.1)
 
 
-def test_the_loss_is_that_of_the_trained_model() -> None:
+def test_the_recorded_loss_is_the_loss_of_the_trained_model() -> None:
     x, target = grow_worker.data(dtype=torch.float64)
     losses = []
 
@@ -230,7 +230,7 @@ def test_the_loss_is_that_of_the_trained_model() -> None:
 
 
 def plans_of(monkeypatch: pytest.MonkeyPatch, run: s3d.Grower) -> list[s3d.SplitPlan]:
-    """Run, and return the plans that were carried out."""
+    """Run a growth and return the plans that it carried out."""
     plans: list[s3d.SplitPlan] = []
     original = growth.apply_splits
 
@@ -255,7 +255,7 @@ def test_a_larger_bound_splits_with_negative_weights_too(monkeypatch: pytest.Mon
     assert min(float(split.weights.min()) for plan in plans for split in plan.splits) < 0
 
 
-def test_a_function_of_the_user_trains() -> None:
+def test_a_users_function_can_train() -> None:
     x, target = grow_worker.data(dtype=torch.float64)
     seen = []
 
@@ -272,7 +272,7 @@ def test_a_function_of_the_user_trains() -> None:
     assert seen == [(phase.index, phase.params) for phase in history]
 
 
-def test_batches_and_units_may_be_chosen() -> None:
+def test_batches_may_depend_on_the_phase_and_units_may_be_chosen() -> None:
     x, target = grow_worker.data()
     asked = []
 
@@ -289,7 +289,7 @@ def test_batches_and_units_may_be_chosen() -> None:
     assert history[-1].widths["layers.3"] > 4
 
 
-def test_learning_rates_go_back_to_their_first_values() -> None:
+def test_every_phase_begins_with_the_initial_learning_rates() -> None:
     rates = []
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, phase: int) -> None:
@@ -301,7 +301,7 @@ def test_learning_rates_go_back_to_their_first_values() -> None:
     assert rates == [[0.05]] * 4
 
 
-def test_growth_stops_where_nothing_gains(tmp_path: Path) -> None:
+def test_growth_stops_if_no_split_gains(tmp_path: Path) -> None:
     trained = []
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, phase: int) -> None:
@@ -318,7 +318,7 @@ def test_growth_stops_where_nothing_gains(tmp_path: Path) -> None:
     assert trained == [0]
     assert [phase.widths for phase in run.history] == [{"layers.0": 4, "layers.3": 4}]
     assert run.history[0].new_filters == {}
-    # It stays stopped.
+    # A stopped run stays stopped when it is resumed.
     again = stopping(resume=True)
     assert again.stopped == run.stopped
     assert trained == [0]
@@ -335,7 +335,7 @@ def test_a_loss_that_is_not_finite_is_an_error() -> None:
 def test_the_same_seed_gives_the_same_weights() -> None:
     first, second, other = grow_worker.grower(None), grow_worker.grower(None), grow_worker.grower(None, seed=4)
     first.run()
-    # The random state that a run begins with does not matter.
+    # The random state at the start of a run does not matter.
     torch.manual_seed(1234)
     second.run()
     other.run()
@@ -344,7 +344,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(state(first).values(), state(other).values(), strict=False))
 
 
-def test_a_folder_changes_nothing_but_keeps_the_networks(tmp_path: Path) -> None:
+def test_a_run_with_a_folder_ends_the_same_and_keeps_the_networks(tmp_path: Path) -> None:
     kept, unkept = grow_worker.grower(tmp_path), grow_worker.grower(None)
     kept.run()
     unkept.run()
@@ -372,7 +372,7 @@ def interrupted(train: Callable[..., object], phase: int, after: bool) -> Callab
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s3d.Grower]:
-    """The folder and the Grower of a run that nothing disturbed."""
+    """The folder and the Grower of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     run = grow_worker.grower(folder)
     run.run()
@@ -426,7 +426,7 @@ def test_a_run_with_any_optimizer_resumes(optimizer: Callable[..., torch.optim.O
 
 
 class Interrupted:
-    """The batches of a loader; the epoch of a number, counted over all phases, ends with an interruption."""
+    """The batches of a loader; the given epoch, counted over all phases, is interrupted."""
 
     def __init__(self, epoch: int | None = None) -> None:
         x, target = grow_worker.data()
@@ -445,14 +445,14 @@ class Interrupted:
 
 
 def four_epochs(folder: Path | None, loader: Interrupted, **options: Any) -> s3d.Grower:
-    """Return a Grower whose rates depend on the epoch, and whose phases have four."""
+    """Return a Grower with four epochs per phase and a learning rate that depends on the epoch."""
     trainer = s3d.EpochTrainer(loader, cross_entropy, epochs=4, schedule=s3d.schedules.cosine(4))
     return grow_worker.grower(folder, train=trainer, **options)
 
 
 @pytest.fixture(scope="module")
 def whole_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s3d.Grower]:
-    """The folder and the Grower of such a run that nothing disturbed."""
+    """The folder and the Grower of an uninterrupted run with four epochs per phase."""
     folder, loader = tmp_path_factory.mktemp("whole-epochs"), Interrupted()
     run = four_epochs(folder, loader)
     run.run()
@@ -465,7 +465,7 @@ def without_seconds(epochs: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 3, 4, 6, 7, 9, 11])
-def test_a_phase_goes_on_after_its_last_finished_epoch(
+def test_a_phase_resumes_after_its_last_finished_epoch(
     epoch: int, tmp_path: Path, whole_epochs: tuple[Path, s3d.Grower]
 ) -> None:
     run = four_epochs(tmp_path, Interrupted(epoch))
@@ -475,7 +475,7 @@ def test_a_phase_goes_on_after_its_last_finished_epoch(
     kept = [f"epoch-{phase:03d}.safetensors"] if finished else []
     assert [path.name for path in tmp_path.glob("epoch-*")] == kept
     if epoch:
-        # What has happened so far can be read, the phase that is unfinished too.
+        # The history so far can be read, including the unfinished phase.
         lines = history_file(tmp_path)
         assert [len(line["epochs"]) for line in lines] == [4] * phase + [finished] * bool(finished)
         assert [line["index"] for line in lines] == list(range(len(lines)))
@@ -509,13 +509,13 @@ def test_every_epoch_is_recorded(whole_epochs: tuple[Path, s3d.Grower]) -> None:
     for phase in whole_epochs[1].history:
         assert [epoch["epoch"] for epoch in phase.epochs] == [0, 1, 2, 3]
         assert [epoch["samples"] for epoch in phase.epochs] == [48] * 4
-        # The last of three batches, of four epochs along a cosine from 0.02.
+        # The rate at the last of three batches in each of four epochs, along a cosine from 0.02.
         rates = [0.01 * (1 + math.cos(math.pi * (epoch + 2 / 3) / 4)) for epoch in range(4)]
         assert [epoch["learning_rate"] for epoch in phase.epochs] == pytest.approx(rates)
         assert all(math.isfinite(epoch["loss"]) for epoch in phase.epochs)
 
 
-def test_epochs_that_are_not_needed_any_more_are_removed(whole_epochs: tuple[Path, s3d.Grower]) -> None:
+def test_checkpoints_of_epochs_are_removed_after_their_phase(whole_epochs: tuple[Path, s3d.Grower]) -> None:
     names = sorted(path.name for path in whole_epochs[0].iterdir())
     networks, phases = ([f"{kind}-{index:03d}.safetensors" for index in range(3)] for kind in ("network", "phase"))
     spectra = ["spectra-000.safetensors", "spectra-001.safetensors"]
@@ -528,7 +528,7 @@ def test_the_history_is_in_a_file(whole_epochs: tuple[Path, s3d.Grower]) -> None
     assert history_file(folder)[-1]["loss"] is None
 
 
-def test_history_of_a_run_that_has_stopped(tmp_path: Path) -> None:
+def test_the_history_of_a_stopped_run_is_in_a_file(tmp_path: Path) -> None:
     run = grow_worker.grower(tmp_path)
     run.loss_fn = lambda output, target: 0 * output.sum()
     run.run()
@@ -537,7 +537,7 @@ def test_history_of_a_run_that_has_stopped(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("epoch-*"))
 
 
-def test_spectra_are_those_of_the_trained_network(tmp_path: Path) -> None:
+def test_saved_spectra_belong_to_the_trained_network(tmp_path: Path) -> None:
     run = smooth_grower(out=tmp_path, solver={"tol": 1e-9, "solver": "exact"})
     run.run()
     x, target = grow_worker.data(dtype=torch.float64)
@@ -586,7 +586,7 @@ def test_a_bad_selection_from_a_function_fails_before_training() -> None:
 
 
 def chosen_by_hand(phase: int, graph: s3d.Graph) -> s3d.SplitPlan:
-    """Split one neuron, that of the phase's number, of the second unit."""
+    """Return a plan that splits one neuron of the second unit; its index is the number of the phase."""
     unit = graph.units["layers.3"]
     offset = torch.zeros(2, unit.fan_in)
     offset[:, 0] = torch.tensor([1.0, -1.0])
@@ -604,7 +604,7 @@ def test_a_plan_may_be_made_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert phase.predicted_change == pytest.approx(0.05**2 / 2 * -2)
         assert math.isfinite(phase.loss)
         assert math.isfinite(phase.split_loss)
-        # Nobody needs eigenvalues.
+        # No eigenvalues are computed.
         assert set(phase.seconds) == {"train", "evaluate", "capture", "measure", "select", "split"}
         assert (phase.matvecs, phase.memory) == (0, 0)
     assert not list(tmp_path.glob("spectra-*"))
@@ -623,12 +623,12 @@ def test_a_run_with_random_plans_resumes(tmp_path: Path) -> None:
     resumed = grower(tmp_path, Interrupted())
     resumed.run(resume=True)
     assert_same_tensors(state(resumed), state(uninterrupted))
-    # Gains that nobody has computed are null.
+    # Gains that were not computed are null.
     assert all(gain is None for line in history_file(tmp_path)[:2] for gain in line["gains"].values())
     assert history_file(tmp_path) == [as_strict(asdict(phase)) for phase in resumed.history]
 
 
-def test_growth_stops_where_the_plan_is_empty() -> None:
+def test_growth_stops_if_the_plan_is_empty() -> None:
     run = grow_worker.grower(None, plan=lambda phase, graph: s3d.SplitPlan(graph, []))
     run.run()
     assert len(run.history) == 1
@@ -649,7 +649,7 @@ def test_a_trained_model_is_not_trained_before_its_first_split(tmp_path: Path) -
     assert history[0].was_selected
 
 
-def test_a_trained_model_is_another_run(tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_another_value_of_trained(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         four_epochs(tmp_path, Interrupted(5)).run()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -658,9 +658,9 @@ def test_a_trained_model_is_another_run(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_every_phase_is_told_when_it_is_saved(tmp_path: Path) -> None:
+def test_after_phase_is_called_once_per_saved_phase(tmp_path: Path) -> None:
     def told(loader: Interrupted) -> list[int]:
-        """Resume the run and return the phases that were told."""
+        """Resume the run and return the phases that `after_phase` was called with."""
         phases = []
 
         def after_phase(phase: s3d.Phase) -> None:
@@ -682,7 +682,7 @@ def test_every_phase_is_told_when_it_is_saved(tmp_path: Path) -> None:
     assert told(Interrupted()) == []
 
 
-def test_the_interrupted_grower_itself_can_resume(tmp_path: Path, whole: tuple[Path, s3d.Grower]) -> None:
+def test_an_interrupted_grower_can_resume_itself(tmp_path: Path, whole: tuple[Path, s3d.Grower]) -> None:
     run = grow_worker.grower(tmp_path)
     train = run.train
     run.train = interrupted(train, 1, after=True)
@@ -711,7 +711,7 @@ def test_resuming_an_empty_folder_starts_from_the_beginning(tmp_path: Path, whol
     assert_same_tensors(state(run), state(whole[1]))
 
 
-def test_prices_from_a_function_do_not_keep_a_run_from_resuming(tmp_path: Path) -> None:
+def test_a_run_with_prices_from_a_function_resumes(tmp_path: Path) -> None:
     # A process that resumes has its own copy of the function, at another address.
     def options() -> dict[str, Any]:
         return {"selection": {"c": 1.3, "budget": 3, "cost": lambda unit: 1.0}}
@@ -728,7 +728,7 @@ def test_prices_from_a_function_do_not_keep_a_run_from_resuming(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """The folders of runs that were killed, one for each scenario, and the signals that ended each."""
+    """The folder of the killed runs, with a subfolder for each scenario, and the signals that ended their processes."""
     folder = tmp_path_factory.mktemp("killed")
     done = work("kill-all", str(folder))
     assert done.returncode == 0, done.stderr
@@ -742,7 +742,7 @@ def work(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def assert_like_the_whole_run(folder: Path, whole: Path) -> None:
-    # The same files with the same tensors, and no leftovers, hidden or not.
+    # The same files with the same tensors, and no leftovers, not even hidden ones.
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
     for path in whole.glob("*.safetensors"):
         assert_same_tensors(load_file(folder / path.name), load_file(path))
@@ -754,7 +754,7 @@ def test_a_killed_run_resumes(
 ) -> None:
     folder, signals = killed[0] / scenario, killed[1]
     assert signals[scenario] == [signal.SIGKILL] * len(grow_worker.SCENARIOS[scenario])
-    # What has a final name is complete, however the process ended.
+    # A file with its final name is complete, however the process ended.
     for path in folder.glob("*.safetensors"):
         load_file(path)
     run, loader = grow_worker.grower(folder), Interrupted()
@@ -868,7 +868,7 @@ def test_more_phases_continue_with_a_split_or_not_at_all(tmp_path: Path, whole: 
 @pytest.mark.parametrize("size", [0.01, 30.0], ids=["small", "overflowing"])
 def test_the_scale_of_the_loss_is_resumed(size: float, tmp_path: Path) -> None:
     def grower(folder: Path | None, loader: Interrupted) -> s3d.Grower:
-        # From about 1 on, the first scale of 65536 makes half precision overflow: it is halved a few times.
+        # For sizes above about 1, the first scale of 65536 overflows in half precision and is halved a few times.
         trainer = s3d.EpochTrainer(
             loader, lambda output, target: size * cross_entropy(output, target), epochs=4, precision="fp16"
         )

@@ -1,4 +1,4 @@
-"""Training: rates that follow the schedule, precision, memory formats, and epochs that can be gone on from."""
+"""Training: rates that follow the schedule, precision, memory formats, and resuming after any epoch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ cross_entropy = nn.functional.cross_entropy
 
 
 class RecordingSGD(torch.optim.SGD):
-    """Notes the learning rates that every step is made with, and the gradients of the first parameter."""
+    """Records the learning rates of every step, and the gradients of the first parameter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,7 +45,7 @@ class RecordingSGD(torch.optim.SGD):
 
 
 class WithoutLength:
-    """Batches whose number nobody knows."""
+    """Batches without a length."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
@@ -55,7 +55,7 @@ class WithoutLength:
 
 
 class ConvNet(nn.Module):
-    """Two convolutions, between them a BatchNorm, and a classifier."""
+    """Two convolutions with a BatchNorm between them, and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_epochs_are_recorded() -> None:
     x, target = torch.randn(20, 3, generator=torch.Generator().manual_seed(3)), torch.arange(20) % 2
     loader = DataLoader(TensorDataset(x, target), batch_size=8)
     model, begun = mlp(), []
-    # A rate of zero: the loss stays what it is by hand.
+    # At a rate of zero the loss does not change, so it can be computed by hand.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     epochs: list[Epoch] = []
     EpochTrainer(loader, cross_entropy, 2)(model, optimizer, 0, before_epoch=begun.append, after_epoch=epochs.append)
@@ -179,7 +179,7 @@ class Shuffled:
 
 
 @pytest.mark.parametrize("finished", [1, 3, 5])
-def test_training_goes_on_after_the_epochs_that_are_finished(finished: int) -> None:
+def test_training_resumes_after_the_finished_epochs(finished: int) -> None:
     def trained(stops: list[int]) -> tuple[MLP, list[int], int]:
         model = mlp()
         torch.manual_seed(7)
@@ -187,7 +187,7 @@ def test_training_goes_on_after_the_epochs_that_are_finished(finished: int) -> N
         loader, seen, start = Shuffled(), [], 0
         trainer = EpochTrainer(loader, cross_entropy, 6, schedule=schedules.cosine(6))
         for stop in [*stops, 6]:
-            # What carries over is the state of the model, of the optimizer and of the random generators.
+            # Only the states of the model, the optimizer and the random generators carry over.
             optimizer.param_groups[0]["lr"] = 0.1
 
             def after_epoch(epoch: Epoch, stop: int = stop) -> None:
@@ -219,7 +219,7 @@ def test_nothing_is_left_to_train_after_the_last_epoch() -> None:
     ("precision", "computed"),
     [("auto", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_precision_is_that_of_the_forward_pass_only(precision: str, computed: torch.dtype) -> None:
+def test_precision_affects_the_forward_pass_only(precision: str, computed: torch.dtype) -> None:
     seen = set()
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_precision_is_that_of_the_forward_pass_only(precision: str, computed: to
 
 def test_half_precision_scales_the_loss_and_not_the_step() -> None:
     def gradients(precision: str) -> tuple[Tensor, Tensor]:
-        """Return the first gradient as backpropagation made it, and as the optimizer saw it."""
+        """Return the first gradient as computed by backpropagation, and as passed to the optimizer."""
         model = mlp()
         weight = next(model.parameters())
         propagated: list[Tensor] = []
@@ -250,15 +250,15 @@ def test_half_precision_scales_the_loss_and_not_the_step() -> None:
     assert torch.equal(propagated, 65536 * seen)
     propagated, true = gradients("fp32")
     assert torch.equal(propagated, true)
-    # Half precision has 11 bits.
+    # Half precision has 11 significant bits.
     torch.testing.assert_close(seen, true, rtol=2e-2, atol=1e-3)
 
 
-def test_a_step_that_overflows_in_half_precision_is_left_out() -> None:
+def test_a_step_that_overflows_in_half_precision_is_skipped() -> None:
     model = mlp()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = RecordingSGD(model.parameters(), lr=0.1)
-    # 1e4 times the scale of 65536 does not fit; one batch is one step.
+    # 1e4 times the scale of 65536 overflows; there is one batch, so one step.
     trainer = EpochTrainer(points(8), lambda output, target: 1e4 * cross_entropy(output, target), 1, precision="fp16")
     trainer(model, optimizer, 0)
     assert optimizer.rates == []
@@ -365,14 +365,14 @@ def test_all_tensors_of_a_batch_are_moved() -> None:
     assert batch["x"].device.type == "cpu"
 
 
-def test_only_images_get_their_channels_innermost() -> None:
+def test_only_images_are_moved_to_channels_last() -> None:
     image, cloud = moved((torch.rand(2, 3, 4, 4), torch.rand(2, 5, 3)), torch.device("cpu"), channels_last=True)
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert cloud.is_contiguous()
 
 
 @pytest.mark.parametrize("progress", [False, True])
-def test_a_bar_is_shown_if_wanted(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_on_request(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     EpochTrainer(points(), cross_entropy, 2, progress=progress)(model, optimizer, 3)
@@ -392,7 +392,7 @@ def test_bad_arguments_are_named(options: dict[str, Any], argument: str) -> None
         EpochTrainer(points(), cross_entropy, **options)
 
 
-def test_constant() -> None:
+def test_a_constant_schedule_is_one_everywhere() -> None:
     assert [schedules.constant()(epoch) for epoch in (0, 0.5, 1000)] == [1, 1, 1]
 
 
@@ -400,24 +400,24 @@ def test_constant() -> None:
     ("epoch", "factor"),
     [(0, 1), (79.99, 1), (80, 0.1), (80.5, 0.1), (119.99, 0.1), (120, 0.01), (159.99, 0.01), (1000, 0.01)],
 )
-def test_step_decay(epoch: float, factor: float) -> None:
+def test_step_decay_divides_by_ten_after_each_share(epoch: float, factor: float) -> None:
     assert schedules.step_decay(160)(epoch) == pytest.approx(factor, rel=1e-12)
 
 
-def test_step_decay_at_other_shares() -> None:
+def test_step_decay_takes_other_shares_and_factors() -> None:
     schedule = schedules.step_decay(10, at=(0.3, 0.5, 1), factor=0.5)
     assert [schedule(epoch) for epoch in (0, 2.9, 3, 4.9, 5, 9.9, 10)] == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125]
     assert schedules.step_decay(10, at=())(9) == 1
 
 
-def test_cosine() -> None:
+def test_cosine_falls_from_one_to_zero() -> None:
     schedule = schedules.cosine(4)
     expected = [1, (2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4, 0, 0]
     assert [schedule(epoch) for epoch in (0, 1, 2, 3, 4, 5)] == pytest.approx(expected, abs=1e-15)
     assert schedule(1.5) == pytest.approx((1 + math.cos(0.375 * math.pi)) / 2)
 
 
-def test_warm_up_is_a_line_from_zero() -> None:
+def test_warm_up_rises_linearly_from_zero() -> None:
     schedule = schedules.warmed_up(schedules.constant(), 5)
     assert [schedule(epoch) for epoch in (0, 1, 2.5, 5, 7)] == pytest.approx([0, 0.2, 0.5, 1, 1])
     over_cosine = schedules.warmed_up(schedules.cosine(10), 5)
@@ -449,7 +449,7 @@ def test_bad_schedules_are_refused(make: str, options: dict[str, Any], argument:
 
 
 def draws() -> list[list[float]]:
-    """Return numbers from all generators; odd counts of normal ones, of which each generator keeps one back."""
+    """Return numbers from all generators; after an odd count of normal numbers, a generator holds one in reserve."""
     return [
         torch.randn(5).tolist(),
         [random.random(), random.gauss(0, 1), random.randrange(1000)],
@@ -461,7 +461,7 @@ def test_a_restored_state_draws_the_same(tmp_path: Path) -> None:
     seed_all(3, 1)
     draws()
     tensors, record = random_state()
-    # As a checkpoint does it.
+    # Save the state as a checkpoint does.
     save_file(tensors, tmp_path / "state.safetensors")
     text = json.dumps(record)
     first, second = draws(), draws()
@@ -479,7 +479,7 @@ def test_reading_the_state_changes_nothing() -> None:
     assert draws() == expected
 
 
-def test_a_key_determines_all_generators() -> None:
+def test_a_key_determines_the_states_of_all_generators() -> None:
     drawn = []
     for key in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 2, 3), (0, 0, 1)):
         seed_all(*key)
@@ -489,7 +489,7 @@ def test_a_key_determines_all_generators() -> None:
         assert len({tuple(every[generator]) for every in drawn}) == 5
 
 
-def test_named_tuples_are_moved_as_what_they_are() -> None:
+def test_named_tuples_stay_named_tuples_when_moved() -> None:
     class Pair(NamedTuple):
         x: Tensor
         y: list[Tensor]
@@ -503,21 +503,21 @@ def test_named_tuples_are_moved_as_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("epochs", "share", "at"), [(100, 0.55, 55), (100, 0.07, 7), (100, 0.14, 14), (160, 0.75, 120)]
 )
-def test_a_rate_decays_when_its_share_has_passed_and_not_an_epoch_later(epochs: int, share: float, at: int) -> None:
+def test_a_rate_decays_exactly_when_its_share_has_passed(epochs: int, share: float, at: int) -> None:
     schedule = schedules.step_decay(epochs, (share,))
     assert schedule(at - 1e-3) == 1
     assert schedule(float(at)) == pytest.approx(0.1)
 
 
 class Stream(IterableDataset):
-    """A data set whose length nobody knows."""
+    """A data set without a length."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for x, target in points():
             yield from zip(x, target, strict=True)
 
 
-def test_a_loader_of_unknown_length() -> None:
+def test_a_loader_without_length_can_train() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Epoch] = []
@@ -525,7 +525,7 @@ def test_a_loader_of_unknown_length() -> None:
     assert [epoch.samples for epoch in seen] == [40, 40]
 
 
-def test_a_loader_that_is_used_up_is_an_error() -> None:
+def test_an_exhausted_loader_is_an_error() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="loader has no batches in epoch 1"):
@@ -533,7 +533,7 @@ def test_a_loader_that_is_used_up_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_rates_are_given_back(fails: bool) -> None:
+def test_rates_are_restored_after_training(fails: bool) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = EpochTrainer(points(), cross_entropy, 3, schedule=schedules.cosine(3))
@@ -548,7 +548,7 @@ def test_rates_are_given_back(fails: bool) -> None:
 
 
 def test_processes_with_different_numbers_of_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As seen from the first of two processes, of which the second has a batch less."""
+    """The test plays the first of two processes; the second has one batch less."""
     x, target = torch.randn(4, 2), torch.tensor([0, 1, 0, 1])
     batches = [(x[:2], target[:2]), (x[2:], target[2:])]
     model = MLP([2, 3, 2])
