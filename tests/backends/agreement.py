@@ -195,9 +195,9 @@ def _conv() -> tuple[Any, ...]:
     return *case.tensors(), case.vectors(), ConvGeometry(case.k, case.s, case.p, case.d), True
 
 
-def _curvature(inplace: bool) -> tuple[Any, ...]:
-    g, z, scale = random_tensor(5, 7, 3), 4 * random_tensor(5, 7, 3, seed=1), random_tensor(7, seed=2)
-    return g, z, activation("hardswish"), scale, 1, inplace
+def _curvature(axis: int, inplace: bool) -> tuple[Any, ...]:
+    g, z, scale = random_tensor(5, 7, 3), 4 * random_tensor(5, 7, 3, seed=1), random_tensor((5, 7, 3)[axis], seed=2)
+    return g, z, activation("hardswish"), scale, axis, inplace
 
 
 def _grow() -> tuple[Any, ...]:
@@ -205,7 +205,8 @@ def _grow() -> tuple[Any, ...]:
     shift, shift_rows = random_tensor(3, 6, 3, seed=2), torch.tensor([-1, 2, 0, 0, -1])
     scales = random_tensor(5, seed=1), random_tensor(4, seed=3)
     full = Widening(weight, rows, scales[0], shift, shift_rows, columns, scales[1], 0.3)
-    return ([full, Widening(random_tensor(5), torch.tensor([4, 4, 0]))],)
+    single = Widening(random_tensor(2, 3, dtype=torch.float32), torch.tensor([1, 0, 1]))
+    return ([full, single, Widening(random_tensor(5), torch.tensor([4, 4, 0]))],)
 
 
 def _krylov() -> tuple[Any, ...]:
@@ -232,8 +233,8 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "conv_matvec": _conv,
     "edgeconv_matvec": lambda: _edges(False),
     "edgeconv_matvec:incoming": lambda: _edges(True),
-    "curvature_coefficients": lambda: _curvature(False),
-    "curvature_coefficients:inplace": lambda: _curvature(True),
+    "curvature_coefficients": lambda: _curvature(1, False),
+    "curvature_coefficients:inplace": lambda: _curvature(0, True),
     "grow_weights": _grow,
     "krylov_extend": _krylov,
     "tridiagonal_extremes": lambda: (random_tensor(3, 5), random_tensor(3, 5, seed=1), torch.tensor([5, 1, 3])),
