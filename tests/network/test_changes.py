@@ -1,4 +1,4 @@
-"""Layers that changed since they were traced, the cost of a depthwise bias, and BatchNorms without statistics."""
+"""Layers that have changed since the trace, the cost of a depthwise bias, and BatchNorms without statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.model_cases import Net, data, net, squared_error
 
 
 class Separable(nn.Module):
-    """A convolution, a depthwise one with bias and several outputs per channel, and another convolution."""
+    """A convolution, a depthwise convolution with bias and several outputs per channel, and another convolution."""
 
     def __init__(self, width: int, second: int = 3, multiplier: int = 1) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def test_a_depthwise_layer_that_has_changed_makes_a_graph_stale(multiplier: int)
     graph.check(Separable(4, multiplier=multiplier))
     for channels in (3, 5, 8):
         model.depthwise = Separable(channels, multiplier=multiplier).depthwise
-        # All other layers are as they were.
+        # All other layers are unchanged.
         with pytest.raises(ValueError, match="'depthwise'"):
             graph.check(model)
         assert not graph.is_current(model)
@@ -65,7 +65,7 @@ def test_the_bias_of_a_depthwise_layer_is_counted(multiplier: int) -> None:
 
 
 def normalised(norm: nn.Module | Callable[[Tensor], Tensor], last: bool = False) -> nn.Module:
-    """Return a model whose first layer has a norm between itself and its activation, or after that."""
+    """Return a model with a norm before or, if `last`, after the activation of its first layer."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         x = norm(F.silu(self.up(x))) if last else F.silu(norm(self.up(x)))
@@ -77,25 +77,25 @@ def normalised(norm: nn.Module | Callable[[Tensor], Tensor], last: bool = False)
 
 
 def by_the_batch(x: Tensor) -> Tensor:
-    """Return what a BatchNorm makes of its input that has no statistics."""
+    """Return the output of a BatchNorm without running statistics."""
     return F.batch_norm(x, None, None, training=True)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["before", "after"])
-def test_a_batchnorm_without_statistics_is_not_one_to_evaluate(last: bool) -> None:
+def test_a_batchnorm_without_statistics_blocks_the_layer_before_it(last: bool) -> None:
     x, target = data(*IMAGES), data(2, 2)
     model = normalised(nn.BatchNorm2d(4, track_running_stats=False), last)
     graph = s3d.trace(model, x)
-    # Its outputs depend on the whole batch: the layer before it cannot be split, the one behind it can.
+    # Its outputs depend on the whole batch: the layer before it cannot be split, but the layer after it can.
     assert list(graph.units) == ["down"]
     assert re.search("BatchNorm2d 'norm'|'norm' comes first", graph.layers["up"].reason or "")
     assert "norm" not in graph.layers
-    # Nor is it folded into the convolution before it.
+    # It is not folded into the convolution before it either.
     other = normalised(by_the_batch, last)
     wanted = s3d.capture(other, squared_error, [(x, target)], s3d.trace(other, x))["down"].dense()
     found = s3d.capture(model, squared_error, [(x, target)], graph)["down"].dense()
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
-    # With statistics both layers are units, and the norm follows.
+    # With statistics, both layers are units.
     assert list(s3d.trace(normalised(nn.BatchNorm2d(4), last), x).units) == ["up", "down"]
 
 
@@ -107,7 +107,7 @@ def test_a_batchnorm_without_statistics_is_not_one_to_evaluate(last: bool) -> No
     ],
     ids=["depthwise", "grouped"],
 )
-def test_a_layer_with_weights_of_the_same_shape_and_other_channels_makes_a_graph_stale(
+def test_a_layer_with_other_channels_makes_a_graph_stale_even_if_its_weight_has_the_same_shape(
     before: nn.Module, after: nn.Module
 ) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_a_layer_with_weights_of_the_same_shape_and_other_channels_makes_a_graph
         graph.check(model)
 
 
-def test_a_batchnorm_whose_statistics_are_gone_is_refused() -> None:
+def test_a_batchnorm_whose_statistics_were_removed_is_no_norm_of_a_unit() -> None:
     norm = nn.BatchNorm2d(4)
     norm.running_mean = norm.running_var = None
     graph = s3d.trace(normalised(norm), data(*IMAGES))

@@ -1,4 +1,4 @@
-"""Registration: what it accepts, and what it refuses at once."""
+"""Registration: which arguments it accepts, and which it refuses at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Act(nn.Module):
-    """An activation that nobody knows."""
+    """An activation that is not known without registration."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(x)
@@ -29,7 +29,7 @@ class Act(nn.Module):
 
 @dataclass
 class Maker:
-    """A function with options of its own, which cannot be hashed."""
+    """A callable with options that cannot be hashed."""
 
     name: str
 
@@ -43,7 +43,7 @@ class Maker:
     ["silu", nn.SiLU(), F.silu, s3d.activation("silu"), lambda module: s3d.activation("silu"), Maker("silu")],
     ids=["name", "module", "function", "activation", "lambda", "callable"],
 )
-def test_an_activation_is_registered_by_what_it_is(which: Any) -> None:
+def test_an_activation_can_be_given_in_every_form(which: Any) -> None:
     s3d.register_layer(Act, activation=which)
     model = net(lambda self, x: self.down(self.act(self.up(x))), up=nn.Linear(3, 4), act=Act(), down=nn.Linear(4, 2))  # type: ignore[operator]
     x, target = data(5, 3), data(5, 2)
@@ -74,7 +74,7 @@ def test_a_bad_registration_is_refused_at_once(options: Mapping[str, Any], error
     assert layers.custom_layer(Act()) is None
 
 
-def test_a_function_that_makes_no_activation_is_named() -> None:
+def test_a_function_that_returns_no_activation_is_an_error() -> None:
     s3d.register_layer(Act, activation=lambda module: "silu")  # type: ignore[arg-type, return-value]
     model = net(lambda self, x: self.down(self.act(self.up(x))), up=nn.Linear(3, 4), act=Act(), down=nn.Linear(4, 2))  # type: ignore[operator]
     with pytest.raises(TypeError, match="the activation of Act must make an Activation, got 'silu'"):

@@ -21,24 +21,24 @@ IMAGES = (2, 3, 6, 6)
 
 
 def two_linear(between: Callable[[nn.Module, Tensor], Tensor], **parts: nn.Module) -> nn.Module:
-    """Return a linear layer, what is between, and a linear layer that reads the result."""
+    """Return a model of two linear layers, `up` and `down`, with `between` applied between them."""
     parts = {"up": nn.Linear(4, 6), "down": nn.Linear(6, 2), **parts}
     return net(lambda self, x: self.down(between(self, self.up(x))), **parts)
 
 
 def conv_then(after: Callable[[nn.Module, Tensor], object], **parts: nn.Module) -> nn.Module:
-    """Return a convolution of four filters with SiLU, and what comes after it."""
+    """Return a model of a convolution with four filters and SiLU, followed by `after`."""
     return net(lambda self, x: after(self, F.silu(self.conv(x))), conv=nn.Conv2d(3, 4, 3, padding=1), **parts)
 
 
 def row(graph: Graph, name: str) -> str:
-    """Return the line of the explanation that is about one layer."""
+    """Return the line of `graph.explain()` for one layer."""
     (line,) = [line for line in graph.explain().splitlines() if line.split()[:1] == [name]]
     return line
 
 
 def assert_blocked(graph: Graph, name: str, *words: str) -> None:
-    """Assert that a layer is no unit and that the explanation says why."""
+    """Assert that a layer is no unit, and that its line of `graph.explain()` contains the given words."""
     assert name not in graph.units
     line = row(graph, name)
     assert re.search(r"\bno\b", line)
@@ -47,7 +47,7 @@ def assert_blocked(graph: Graph, name: str, *words: str) -> None:
 
 
 def assert_splits_keep_outputs(model: nn.Module, x: Tensor) -> None:
-    """Assert that there are units and that splitting all of them by nothing leaves the outputs alone."""
+    """Assert that the model has units, and that a split of size zero of all of them keeps the outputs."""
     model = copy.deepcopy(model)
     before = outputs(model, x)
     graph = trace(model, x)
@@ -62,7 +62,7 @@ def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", MODELS, ids=str)
-def test_the_units_of_every_model(case: ModelCase) -> None:
+def test_every_model_has_its_known_units(case: ModelCase) -> None:
     graph = trace(case.model(), case.inputs())
     assert tuple(graph.units) == case.units
     assert graph.widths() == {name: graph.layers[name].width for name in case.units}
@@ -90,12 +90,12 @@ def test_every_layer_that_is_no_unit_has_a_reason(case: ModelCase) -> None:
         ("dgcnn", "head.8"),
     ],
 )
-def test_the_last_layer_is_the_models_output(name: str, last: str) -> None:
+def test_the_last_layer_is_blocked_as_the_models_output(name: str, last: str) -> None:
     case = BY_NAME[name]
     assert_blocked(trace(case.model(), case.inputs()), last, "the model's output")
 
 
-def test_the_mlp_with_batchnorm_knows_its_norms() -> None:
+def test_a_unit_of_the_mlp_with_batchnorm_has_its_norm() -> None:
     case = BY_NAME["mlp-batchnorm"]
     unit = trace(case.model(), case.inputs()).units["layers.0"]
     assert (unit.kind, unit.width, unit.fan_in, unit.norm) == ("linear", 5, 5, "layers.1")
@@ -103,7 +103,7 @@ def test_the_mlp_with_batchnorm_knows_its_norms() -> None:
     assert unit.activation.name == "silu"
 
 
-def test_the_stream_of_a_resnet_is_tied_by_its_residual_additions() -> None:
+def test_residual_additions_tie_the_stream_of_a_resnet() -> None:
     case = BY_NAME["resnet"]
     graph = trace(case.model(), case.inputs())
     additions = [node.name for node in graph.module.graph.nodes if "add" in node.name]
@@ -127,7 +127,7 @@ def test_pointwise_layers_of_mobilenet_leave_out_the_depthwise_activation() -> N
     assert graph.units["blocks.12.3"].consumers == ("head",)
 
 
-def test_vgg_flattens_every_channel_into_as_many_columns_as_places() -> None:
+def test_vgg_flattens_every_channel_into_one_column_per_position() -> None:
     case = BY_NAME["vgg"]
     graph = trace(case.model(), case.inputs())
     assert graph.layers["classifier.0"].inputs == (Segment("features.49", 4, 4),)
@@ -184,7 +184,7 @@ def test_a_softmax_mixes_channels(form: str) -> None:
     assert_blocked(trace(model, data(3, 4)), "up", "softmax")
 
 
-def test_layers_that_share_a_weight_stay_as_they_are() -> None:
+def test_layers_that_share_a_weight_are_blocked() -> None:
     model = net(
         lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))),
         a=nn.Linear(4, 4),
@@ -197,7 +197,7 @@ def test_layers_that_share_a_weight_stay_as_they_are() -> None:
     assert_blocked(graph, "b", "shares its weight", "'a'")
 
 
-def test_a_producer_whose_consumer_shares_its_weight_stays_as_it_is() -> None:
+def test_a_producer_whose_consumer_shares_its_weight_is_blocked() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         h = F.relu(self.up(x))
         return self.a(h) + self.b(torch.ones_like(x))
@@ -207,7 +207,7 @@ def test_a_producer_whose_consumer_shares_its_weight_stays_as_it_is() -> None:
     assert_blocked(trace(model, data(3, 4)), "up", "shares its weight", "'a'")
 
 
-def test_a_weight_that_is_also_used_by_itself_stays_as_it_is() -> None:
+def test_a_layer_whose_weight_is_also_used_directly_is_blocked() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return F.linear(self.down(F.relu(self.up(x))), self.up.weight)
 
@@ -215,7 +215,7 @@ def test_a_weight_that_is_also_used_by_itself_stays_as_it_is() -> None:
     assert_blocked(trace(model, data(3, 4)), "up", "weight")
 
 
-def test_a_layer_that_is_called_twice_stays_as_it_is() -> None:
+def test_a_layer_that_is_called_twice_is_blocked() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         h = F.relu(self.up(x))
         return self.down(F.relu(self.mid(F.relu(self.mid(h)))))
@@ -245,7 +245,7 @@ def test_an_activation_module_may_be_used_many_times() -> None:
     assert_splits_keep_outputs(model, data(3, 4))
 
 
-def test_grouped_convolutions_stay_as_they_are() -> None:
+def test_grouped_convolutions_are_blocked() -> None:
     model = conv_then(
         lambda self, h: self.head(F.relu(self.grouped(h))),
         grouped=nn.Conv2d(4, 6, 3, groups=2),
@@ -279,7 +279,7 @@ def pieces_by_unbind(h: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("pieces", [pieces_by_chunk, pieces_by_split, pieces_by_unbind])
-def test_channels_that_are_taken_apart_stay_as_they_are(pieces: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+def test_channels_that_are_taken_apart_are_blocked(pieces: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         h = F.relu(self.up(x))
         parts = pieces(h)
@@ -289,7 +289,7 @@ def test_channels_that_are_taken_apart_stay_as_they_are(pieces: Callable[[Tensor
     assert_blocked(trace(model, data(3, 4)), "up", "takes its channels apart")
 
 
-def test_the_larger_of_two_layers_ties_them() -> None:
+def test_an_elementwise_maximum_ties_two_layers() -> None:
     model = net(
         lambda self, x: self.down(torch.max(F.relu(self.a(x)), F.relu(self.b(x)))),
         a=nn.Linear(4, 6),
@@ -320,7 +320,7 @@ def test_the_number_of_channels_as_a_factor_blocks() -> None:
     assert "up" not in trace(model, data(3, 4)).units
 
 
-def test_parametrized_weights_stay_as_they_are() -> None:
+def test_parametrized_weights_are_blocked() -> None:
     model = net(
         lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))),
         a=nn.Linear(4, 5),
@@ -333,13 +333,13 @@ def test_parametrized_weights_stay_as_they_are() -> None:
     assert_blocked(graph, "a", "'b'", "computed")
 
 
-def test_a_parametrized_bias_stays_as_it_is() -> None:
+def test_a_parametrized_bias_is_blocked() -> None:
     model = two_linear(lambda self, h: F.relu(h))
     nn.utils.parametrize.register_parametrization(model.up, "bias", nn.Tanh())
     assert_blocked(trace(model, data(3, 4)), "up", "computed")
 
 
-def test_a_layer_without_an_activation_has_nothing_to_gain() -> None:
+def test_a_layer_without_an_activation_is_blocked() -> None:
     assert_blocked(trace(two_linear(lambda self, h: h), data(3, 4)), "up", "no activation follows")
 
 
@@ -380,7 +380,7 @@ def test_per_channel_factors_in_the_code_block() -> None:
     assert_blocked(trace(model, data(3, 4)), "up", "ties its channels")
 
 
-def test_channels_that_depend_on_one_another_by_a_gate_block() -> None:
+def test_a_gate_ties_the_channels_of_two_layers() -> None:
     model = net(
         lambda self, x: self.down(F.relu(self.up(x)) * torch.sigmoid(self.gate(x))),
         up=nn.Linear(4, 6),
@@ -417,7 +417,7 @@ def test_a_channel_shuffle_blocks() -> None:
 
 
 FORMS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[[nn.Module, Tensor], Tensor], int, int]] = {
-    # What is tested, the module form, columns of the head, repeat
+    # The function to test, its form with modules, the columns of the head, and its entries per channel.
     "module Flatten": (lambda s, h: s.flat(h), lambda s, h: h.flatten(1), 144, 36),
     "torch.flatten": (lambda s, h: torch.flatten(h, 1), lambda s, h: h.flatten(1), 144, 36),
     "view": (lambda s, h: h.view(h.size(0), -1), lambda s, h: h.flatten(1), 144, 36),
@@ -485,7 +485,7 @@ def form_model(after: Callable[[nn.Module, Tensor], Tensor], columns: int) -> nn
 
 
 def described(graph: Graph) -> list[tuple[object, ...]]:
-    """Return what is known of the units but for the names of nodes."""
+    """Return the properties of the units, except the names of nodes."""
     return [
         (u.name, u.kind, u.width, u.fan_in, u.norm, u.activation.name, u.followers, u.consumers, u.left_out)
         for u in graph
@@ -573,7 +573,7 @@ def test_channels_are_followed_through_max_with_indices() -> None:
 
 
 @pytest.mark.parametrize("multiplier", [1, 2, 3])
-def test_depthwise_convolutions_follow(multiplier: int) -> None:
+def test_depthwise_convolutions_are_followers(multiplier: int) -> None:
     model = conv_then(
         lambda self, h: self.head(self.norm(self.depthwise(h)).flatten(1)),
         depthwise=nn.Conv2d(4, 4 * multiplier, 3, groups=4),
@@ -608,7 +608,7 @@ def test_a_later_nonlinearity_is_left_out_and_named(which: str) -> None:
 
 
 class Swish2(nn.Module):
-    """x sigmoid(2 x), written with control flow that only works outside of torch.fx."""
+    """x sigmoid(2 x), with control flow that torch.fx cannot trace."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(2 * x) if bool(torch.isfinite(x).all()) else x
@@ -641,7 +641,7 @@ def swish2() -> Activation:
 
 @pytest.mark.usefixtures("_fresh_registry")
 @pytest.mark.parametrize("fixed", [True, False], ids=["activation", "function of the module"])
-def test_an_activation_of_ones_own_can_be_registered(fixed: bool) -> None:
+def test_a_users_activation_can_be_registered(fixed: bool) -> None:
     register_layer(Swish2, activation=swish2() if fixed else lambda module: swish2())
     model = two_linear(lambda self, h: self.act(h), act=Swish2())
     x = data(9, 4)
@@ -650,7 +650,7 @@ def test_an_activation_of_ones_own_can_be_registered(fixed: bool) -> None:
     assert graph.units["up"].left_out == ()
     assert_splits_keep_outputs(model, x)
 
-    # x sigmoid(2 x) = silu(2 x) / 2: the curvature is that of a SiLU of twice the weights.
+    # x sigmoid(2 x) = silu(2 x) / 2: the curvature can be compared with a SiLU at twice the weights.
     doubled = two_linear(lambda self, h: F.silu(h) * 0.5)
     with torch.no_grad():
         doubled.load_state_dict(model.state_dict())
@@ -690,7 +690,7 @@ def test_a_scale_per_channel_can_be_registered(linear: bool) -> None:
 
 
 class UnknownScale(nn.Module):
-    """A factor per channel that nobody has registered."""
+    """A factor per channel that is not registered."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -710,7 +710,7 @@ def test_only_modules_can_be_registered() -> None:
         register_layer(torch.relu)  # type: ignore[arg-type]
 
 
-def test_control_flow_that_depends_on_data_is_an_error_that_says_where_and_what_to_do() -> None:
+def test_the_error_for_control_flow_that_depends_on_data_says_where_and_what_to_do() -> None:
     def between(self: nn.Module, h: Tensor) -> Tensor:
         if h.sum() > 0:
             h = -h
@@ -727,7 +727,7 @@ def test_control_flow_that_depends_on_data_is_an_error_that_says_where_and_what_
 def test_tracing_changes_nothing(case: ModelCase) -> None:
     model = case.model()
     model.train()
-    # Modes that no single call of train or eval would restore.
+    # Mixed modes, which no single call of train or eval would restore.
     for index, module in enumerate(model.modules()):
         module.training = index % 3 != 0
     modes = [module.training for module in model.modules()]
@@ -740,7 +740,7 @@ def test_tracing_changes_nothing(case: ModelCase) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_tracing_a_model_that_draws_random_numbers_leaves_the_random_state() -> None:
+def test_tracing_a_model_that_draws_random_numbers_keeps_the_random_state() -> None:
     model = two_linear(lambda self, h: F.dropout(F.relu(h), 0.5))
     random_state = torch.get_rng_state()
     trace(model, data(3, 4))
@@ -758,7 +758,7 @@ def test_modes_are_restored_when_tracing_fails() -> None:
     assert not model.down.training
 
 
-def test_models_of_several_inputs_are_given_a_tuple() -> None:
+def test_a_model_with_several_inputs_is_traced_with_a_tuple() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -772,7 +772,7 @@ def test_models_of_several_inputs_are_given_a_tuple() -> None:
     assert graph.layers["head"].inputs == (Segment("a", 3), Segment("b", 2))
 
 
-def test_a_graph_is_as_long_as_it_has_units() -> None:
+def test_the_length_of_a_graph_is_its_number_of_units() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 5), nn.SiLU(), nn.Linear(5, 2))
     graph = trace(model, torch.zeros(1, 3))
     assert len(graph) == len(list(graph)) == 2

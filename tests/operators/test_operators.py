@@ -1,4 +1,4 @@
-"""Operators: each class against its dense matrices, its restriction to some filters, and sums."""
+"""Operators: every class against its dense matrices; restrictions to some filters; sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.cases import (
 
 
 def rows_of(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the rows that each filter sees, (N, M, D), and the coefficients (N, M), in float64 and by brute force."""
+    """Return the rows of every filter, (N, M, D), and the coefficients, (N, M), by brute force in float64."""
     if isinstance(case, EdgeCase):
         X, neighbours, slot, C = case.tensors(seed)
         winner, X = neighbours.gather(2, slot), X.double()
@@ -83,7 +83,7 @@ def test_matvec_is_dense_times_vector(case: Case, K: int | None) -> None:
 
 
 @every_case
-def test_shape_dtype_and_device_are_those_of_the_vectors(case: Case) -> None:
+def test_products_keep_the_shape_dtype_and_device_of_the_vectors(case: Case) -> None:
     operator = operator_of(case)
     rows, C = rows_of(case)
     assert operator.shape == (C.shape[1], rows.shape[2])
@@ -123,7 +123,7 @@ def test_a_convolution_with_a_one_by_one_kernel_is_pointwise() -> None:
     assert relative_error(ConvOperator(X, C, kernel_size=(1, 1)).dense(), pointwise.dense()) < 1e-13
 
 
-def test_dense_is_whole_for_more_columns_than_one_block() -> None:
+def test_dense_is_complete_with_more_columns_than_one_block() -> None:
     case = ConvCase(1, 8, 4, 4, 2, k=(3, 3), p=(1, 1), bias=True)
     rows, C = rows_of(case)
     assert rows.shape[2] > 64
@@ -131,7 +131,7 @@ def test_dense_is_whole_for_more_columns_than_one_block() -> None:
 
 
 @every_case
-def test_what_rows_have_in_common(case: Case) -> None:
+def test_the_common_part_is_the_mean_of_the_rows_over_their_length(case: Case) -> None:
     operator = operator_of(case)
     common = operator.common_part()
     assert common is not None
@@ -143,7 +143,7 @@ def test_what_rows_have_in_common(case: Case) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_rows_that_are_the_same_have_everything_in_common(bias: bool) -> None:
+def test_the_common_part_of_equal_rows_is_a_unit_vector_along_them(bias: bool) -> None:
     operators = [
         PointwiseOperator(torch.arange(5.0).repeat(6, 1), torch.ones(6, 2), bias=bias),
         ConvOperator(torch.full((1, 2, 6, 6), 3.0), torch.ones(1, 4, 4, 5), kernel_size=(3, 2), bias=bias),
@@ -155,26 +155,26 @@ def test_rows_that_are_the_same_have_everything_in_common(bias: bool) -> None:
         common = operator.common_part()
         assert common is not None
         assert float(common.norm()) == pytest.approx(1, rel=1e-6)
-        # S of rows that are the same has them for its only eigenvector.
+        # If all rows are equal, they are the only eigenvector of S with a nonzero eigenvalue.
         assert torch.allclose(operator.dense()[0] @ common, operator.dense()[0].trace() * common, rtol=1e-4)
 
 
-def test_patches_have_in_common_what_they_would_without_borders() -> None:
+def test_the_common_part_of_patches_ignores_the_borders() -> None:
     case = ConvCase(2, 3, 40, 40, 4, k=(3, 5), bias=True)
     rows = rows_of(case)[0][:, 0]
     common = operator_of(case).common_part()
     assert common is not None
-    # Rows and columns at the borders are in fewer patches.
+    # Pixels at the borders are in fewer patches, so the result is only close to the mean of the patches.
     assert float((common - rows.mean(0) / rows.square().sum(-1).mean().sqrt()).abs().max()) < 0.01
 
 
-def test_nothing_has_nothing_in_common() -> None:
+def test_the_common_part_of_zero_rows_is_zero() -> None:
     common = PointwiseOperator(torch.zeros(3, 4), torch.ones(3, 2)).common_part()
     assert common is not None
     assert not common.any()
 
 
-def test_what_the_rows_of_a_sum_have_in_common_is_weighted() -> None:
+def test_the_common_part_of_a_sum_is_a_weighted_mean() -> None:
     terms = [operator_of(ROWS[2], seed) for seed in (0, 1)]
     first, second = (term.common_part() for term in terms)
     both = SumOperator(terms, [1.0, 3.0]).common_part()
@@ -190,7 +190,7 @@ def test_what_the_rows_of_a_sum_have_in_common_is_weighted() -> None:
 
 
 @one_of_each
-def test_a_sum_is_the_weighted_sum(case: Case) -> None:
+def test_a_sum_is_the_weighted_sum_of_its_terms(case: Case) -> None:
     terms, weights = [operator_of(case, seed) for seed in range(3)], [0.5, -2.0, 1.25]
     total = SumOperator(terms, weights)
     expected = sum(weight * term.dense() for weight, term in zip(weights, terms, strict=True))
@@ -236,7 +236,7 @@ def test_repr_says_kind_size_and_dtype(case: Case) -> None:
         assert all(word in repr(shown) for word in (f"M={M}", f"D={D}", "torch.float64", "cpu"))
 
 
-def test_all_layers_advance_in_one_call() -> None:
+def test_one_call_gives_the_products_of_all_layers() -> None:
     operators = [operator_of(case) for case in (ROWS[2], CONVS[1], EDGES[1])]
     vectors = [random_vectors(*operator.shape) for operator in operators]
     products = matvec_all(operators, vectors)

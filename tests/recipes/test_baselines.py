@@ -1,4 +1,4 @@
-"""Baselines: splits that are due to chance alone, and the network of equal size that is closest."""
+"""Baselines: random splits, and the uniformly scaled network that is closest in size."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def neurons(plan: s3d.SplitPlan) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(0.05, 1), (0.25, 5), (0.35, 7), (1.0, 20)])
-def test_as_many_neurons_are_split_as_the_fraction_says(fraction: float, count: int) -> None:
+def test_the_fraction_determines_the_number_of_splits(fraction: float, count: int) -> None:
     plan = seeded(0, graph_of(8, 12), UNITS, fraction=fraction)
     assert len(plan) == len(set(neurons(plan))) == count
 
 
-def test_two_copies_of_half_the_weight_go_opposite_ways() -> None:
-    # The copies and the bound of signed splits have no meaning here.
+def test_a_random_split_has_two_equal_copies_with_opposite_offsets() -> None:
+    # m and c have no effect on random splits.
     plan = seeded(1, graph_of(8, 12), UNITS, fraction=0.5, m=4, c=3.0)
     for split in plan.splits:
         assert split.weights.tolist() == [0.5, 0.5]
@@ -52,12 +52,12 @@ def test_two_copies_of_half_the_weight_go_opposite_ways() -> None:
     assert math.isnan(plan.predicted_change(0.01))
 
 
-def test_directions_are_spread_evenly() -> None:
+def test_directions_are_uniformly_distributed() -> None:
     torch.manual_seed(2)
     graph = graph_of(400)
     directions = torch.stack([split.offsets[0] for split in random_plan(graph, ["layers.0"], {}).splits]).double()
     assert directions.shape == (400, 4)
-    # Each entry of the mean has a standard deviation of 1/40, those of the second moment of at most 1/89.
+    # The standard deviation is 1/40 for entries of the mean, and at most 1/89 for entries of the second moment.
     assert float(directions.mean(0).abs().max()) < 4 / 40
     assert float((directions.mT @ directions / 400 - torch.eye(4) / 4).abs().max()) < 4 / 80
 
@@ -67,18 +67,18 @@ def test_only_the_given_units_are_split(unit: str) -> None:
     graph = graph_of(8, 12)
     plan = seeded(3, graph, [unit], fraction=0.5)
     assert {split.unit for split in plan.splits} == {unit}
-    # The share is one of the neurons that may be split.
+    # The fraction counts only neurons that may be split.
     assert len(plan) == graph.units[unit].width / 2
 
 
-def test_a_plan_depends_on_the_seed_of_pytorch_alone() -> None:
+def test_a_plan_depends_only_on_the_seed_of_pytorch() -> None:
     graph = graph_of(8, 12)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     first = seeded(4, graph, UNITS, fraction=0.35)
     random.seed(2)
     np.random.seed(2)  # noqa: NPY002
-    # Other weights are no other graph.
+    # The weights of the model do not matter.
     second, other = seeded(4, graph_of(8, 12), UNITS, fraction=0.35), seeded(5, graph, UNITS, fraction=0.35)
     assert neurons(first) == neurons(second)
     for split, same in zip(first.splits, second.splits, strict=True):
@@ -95,12 +95,12 @@ def test_every_neuron_is_equally_likely() -> None:
             counts[name] += 1
     assert sum(counts.values()) == draws * 5
     deviations = np.array(list(counts.values())) - draws * share
-    # Chi-square with 19 degrees of freedom, for a sample without replacement; beyond 43.8 in one case of a thousand.
+    # Chi-square with 19 degrees of freedom, for samples without replacement: above 43.8 in one case of a thousand.
     assert 19 / 20 * float((deviations**2).sum()) / (draws * share * (1 - share)) < 43.8
 
 
 @pytest.mark.parametrize("cost", ["macs", "params", "filters"])
-def test_a_budget_is_kept(cost: str) -> None:
+def test_random_splits_stay_within_a_budget(cost: str) -> None:
     graph = graph_of(8, 12)
     budget = {"macs": 60, "params": 80, "filters": 4}[cost]
     for seed in range(5):
@@ -110,7 +110,7 @@ def test_a_budget_is_kept(cost: str) -> None:
 
 
 class Spread(nn.Module):
-    """A convolution with BatchNorm, a depthwise and a pointwise one, and a classifier, all smooth."""
+    """A convolution with BatchNorm, a depthwise and a pointwise convolution, and a classifier; all are smooth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Spread(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_the_function_changes_with_the_square_of_the_step() -> None:
+def test_a_random_split_changes_the_outputs_by_the_square_of_the_step() -> None:
     def change(eps: float) -> float:
         torch.manual_seed(7)
         model = Spread().double().eval()
@@ -140,18 +140,21 @@ def test_the_function_changes_with_the_square_of_the_step() -> None:
 
     small, large = change(1e-4), change(1e-3)
     assert 0 < small < 1e-6
-    # The first order cancels: the copies go opposite ways with equal weights.
+    # The first order cancels: the copies have opposite offsets and equal weights.
     assert large / small == pytest.approx(100, rel=0.1)
 
 
 def quadratic(widths: Sequence[int]) -> int:
-    """Return the parameters of a network of linear layers."""
+    """Return the number of parameters of a network of linear layers."""
     return sum(a * b + b for a, b in itertools.pairwise((3, *widths, 2)))
 
 
 def every_scaling(widths: Sequence[int], largest: float) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """Return the rounded widths for all factors up to the largest: between those where a product is half-integer,
-    and exactly there, where rounding may go either way."""
+    """Return all results of scaling the widths by one factor, up to the largest, and rounding them.
+
+    The results change at factors that make a product half-integer. The first set holds the results between these
+    factors. The second holds the results exactly at them, where rounding may go either way.
+    """
     edges = sorted({(k + 0.5) / width for width in widths for k in range(int(largest * width) + 1)})
     between = [edges[0] / 2, *((low + high) / 2 for low, high in itertools.pairwise(edges))]
     first, second = (
@@ -162,7 +165,7 @@ def every_scaling(widths: Sequence[int], largest: float) -> tuple[set[tuple[int,
 
 @pytest.mark.parametrize("size", [sum, quadratic], ids=["filters", "parameters"])
 @pytest.mark.parametrize("widths", [(2, 2, 2), (3, 5, 8), (7,), (1, 10)], ids=str)
-def test_no_other_factor_comes_closer(widths: tuple[int, ...], size: Callable[[Sequence[int]], int]) -> None:
+def test_no_other_factor_gives_a_closer_size(widths: tuple[int, ...], size: Callable[[Sequence[int]], int]) -> None:
     choices, at_edges = every_scaling(widths, 12)
     largest = size([8 * width for width in widths])
     for wanted in range(1, largest, max(1, largest // 60)):
@@ -172,17 +175,17 @@ def test_no_other_factor_comes_closer(widths: tuple[int, ...], size: Callable[[S
         assert abs(size(found) - wanted) <= best, (wanted, found)
 
 
-def test_a_size_that_is_there_is_found() -> None:
+def test_an_exact_size_is_found() -> None:
     assert scaled_widths((4, 8), 12, sum) == (4, 8)
     assert scaled_widths((4, 8), 36, sum) == (12, 24)
     assert scaled_widths((64, 128), 3, sum) == (1, 2)
 
 
-def test_parameters_are_counted_and_not_made() -> None:
+def test_parameters_are_counted_without_allocation() -> None:
     def make() -> nn.Module:
         return MobileNetV1((8,) * 14, 10)
 
     assert parameter_count(make) == sum(parameter.numel() for parameter in make().parameters())
-    # Four terabytes, were they made.
+    # Allocated, they would take four terabytes.
     assert parameter_count(lambda: nn.Linear(10**6, 10**6, bias=False)) == 10**12
     assert make().head.weight.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Recipes: the paper's numbers, settings that are checked, and runs by every method, repeated and resumed."""
+"""Recipes: the paper's numbers, checks of settings, and runs with every method, repeated and resumed."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_there_is_a_recipe_for_every_experiment() -> None:
 
 
 @pytest.mark.parametrize(("name", "preset", "argument"), [("mnist", "paper", "recipe"), ("digits", "gpu", "preset")])
-def test_a_recipe_that_is_not_there(name: str, preset: str, argument: str) -> None:
+def test_an_unknown_recipe_or_preset_is_an_error(name: str, preset: str, argument: str) -> None:
     with pytest.raises(ValueError, match=argument):
         recipe(name, preset)
 
 
-# The appendix, section CIFAR-100; five steps are those of the table of results.
+# From the appendix, section CIFAR-100; the table of results has five steps.
 CIFAR100 = {
     "widths": (32,) * 14,
     "steps": 5,
@@ -84,7 +84,7 @@ CIFAR100 = {
     "train_samples": None,
     "test_samples": None,
 }
-# Section Point Cloud Classification; four steps, and 40% more filters in each.
+# From the section Point Cloud Classification: four steps, each with 40% more filters.
 MODELNET40 = {
     "widths": (16,) * 4,
     "steps": 4,
@@ -104,7 +104,7 @@ MODELNET40 = {
     "train_samples": None,
     "test_samples": None,
 }
-# Section ImageNet: 128 samples on each of four GPUs; the MACs are those of S3D-1 to S3D-4.
+# From the section ImageNet: 128 samples on each of four GPUs, and the MACs of S3D-1 to S3D-4.
 IMAGENET = {
     "steps": 4,
     "batch_size": 512,
@@ -127,17 +127,17 @@ IMAGENET = {
     [("cifar100-mobilenet", CIFAR100), ("modelnet40-dgcnn", MODELNET40), ("imagenet-mobilenet", IMAGENET)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_numbers_are_those_of_the_paper(name: str, settings: dict[str, Any]) -> None:
+def test_settings_have_the_numbers_of_the_paper(name: str, settings: dict[str, Any]) -> None:
     stated = recipe(name).as_settings()
     assert {setting: stated[setting] for setting in settings} == settings
 
 
-def test_full_networks_are_those_of_the_paper() -> None:
+def test_full_networks_have_the_sizes_in_the_paper() -> None:
     mobilenet = (32, 64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024)
     assert recipe("cifar100-mobilenet").full_widths == recipe("imagenet-mobilenet").full_widths == mobilenet
     assert recipe("modelnet40-dgcnn").full_widths == (64, 64, 128, 256)
     cifar, dgcnn, imagenet = (recipe(name) for name in ("cifar100-mobilenet", "modelnet40-dgcnn", "imagenet-mobilenet"))
-    # Tables of the paper: parameters and MACs of the full networks, in millions.
+    # From the tables of the paper: parameters and MACs of the full networks, in millions.
     assert parameter_count(lambda: cifar.network(mobilenet, 100)) / 1e6 == pytest.approx(3.31, rel=0.01)
     assert parameter_count(lambda: dgcnn.network((64, 64, 128, 256), 40)) / 1e6 == pytest.approx(1.81, rel=0.01)
     assert macs(imagenet, mobilenet, 1000, (3, 224, 224)) / 1e6 == pytest.approx(569, rel=0.01)
@@ -152,14 +152,14 @@ def test_the_seed_for_imagenet_has_the_macs_of_the_paper() -> None:
     assert entry.data_options == {"size": 224}
     found = macs(entry, entry.widths, 1000, (3, 224, 224))
     assert found / 1e9 == pytest.approx(0.059, rel=0.01)
-    # All layers are narrowed alike.
+    # All layers are narrowed by the same factor.
     ratios = [width / full for width, full in zip(entry.widths, entry.full_widths, strict=True)]
     assert max(ratios) - min(ratios) < 0.5 / min(entry.full_widths) + 0.5 / 64
     assert entry.macs is not None
     assert list(itertools.accumulate((found, *entry.macs), max)) == [found, *entry.macs]
 
 
-def test_points_of_a_cloud_are_those_of_the_paper() -> None:
+def test_clouds_have_the_points_and_neighbours_of_the_paper() -> None:
     assert recipe("modelnet40-dgcnn").data_options == {"points": 1024}
     assert {module.k for module in recipe("modelnet40-dgcnn").network((4,) * 4, 40).edgeconvs} == {20}
 
@@ -181,12 +181,12 @@ def test_points_of_a_cloud_are_those_of_the_paper() -> None:
         ("digits", 15, 0.005),
     ],
 )
-def test_rates_of_the_paper(name: str, epoch: float, rate: float) -> None:
+def test_learning_rates_follow_the_paper(name: str, epoch: float, rate: float) -> None:
     entry = recipe(name)
     assert entry.learning_rate * entry.learning_rates()(epoch) == pytest.approx(rate, abs=1e-12)
 
 
-def test_a_constant_schedule_with_warm_up() -> None:
+def test_a_constant_schedule_can_be_warmed_up() -> None:
     schedule = recipe("digits").with_settings({"schedule": "constant", "warmup": 2}).learning_rates()
     assert [schedule(epoch) for epoch in (0, 1, 2, 30)] == [0, 0.5, 1, 1]
 
@@ -214,7 +214,7 @@ def test_the_paper_splits_pointwise_and_edgeconv_layers_only(name: str, preset: 
     if name == "modelnet40-dgcnn":
         wanted = {layer for layer, module in model.named_modules() if isinstance(module, EdgeConv)}
         assert len(wanted) == 4
-        # The others could be split, and are not.
+        # The other units could be split but are not.
         assert len(graph.units) > 4
     elif name == "digits":
         wanted = {layer for layer, module in model.named_modules() if isinstance(module, nn.Conv2d)}
@@ -229,7 +229,7 @@ def test_the_paper_splits_pointwise_and_edgeconv_layers_only(name: str, preset: 
         assert "stem.0" not in split
     assert split == wanted
     if name != "digits":
-        # The others are not split even where they could be: depthwise layers, BatchNorm, the blocks themselves.
+        # No other module may be split: not depthwise layers, BatchNorms or the blocks themselves.
         assert {layer for layer, _ in model.named_modules() if entry.may_split(layer)} == wanted
 
 
@@ -257,7 +257,7 @@ def test_settings_survive_json(name: str, preset: str) -> None:
     settings = json.loads(json.dumps(entry.as_settings()))
     assert set(settings) == set(Recipe.settings())
     assert entry.with_settings(settings) == entry
-    # Onto the other preset, too: all that a user can set is in them.
+    # They turn the other preset into this one: they contain everything that a user can set.
     other = RECIPES[name]["cpu" if preset == "paper" else "paper"]
     if len(other.full_widths) == len(entry.full_widths):
         assert other.with_settings(settings).as_settings() == entry.as_settings()
@@ -272,7 +272,7 @@ def test_settings_are_changed_in_a_copy() -> None:
         entry.epochs = 5  # type: ignore[misc]
 
 
-def test_a_fraction_takes_the_place_of_macs_and_back() -> None:
+def test_a_fraction_replaces_macs_and_macs_replace_a_fraction() -> None:
     by_fraction = recipe("imagenet-mobilenet").with_settings({"fraction": 0.2})
     assert (by_fraction.fraction, by_fraction.macs) == (0.2, None)
     by_macs = recipe("digits").with_settings({"macs": [1, 2, 3, 4, 5, 6]})
@@ -335,14 +335,14 @@ def test_bad_settings_are_named(setting: str, value: Any) -> None:
     ],
     ids=["unknown", "no-setting", "both", "neither"],
 )
-def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+def test_unknown_and_contradictory_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recipe("digits").with_settings(settings)
 
 
-def test_metrics_are_those_by_hand() -> None:
+def test_metrics_agree_with_a_computation_by_hand() -> None:
     class Fixed(nn.Module):
-        """Returns what it gets, but for a parameter that says where it is."""
+        """Returns its input; it needs a parameter only to have a device."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -361,7 +361,7 @@ def test_metrics_are_those_by_hand() -> None:
         "top5": int((ranks < 5).sum()) / 20,
         "loss": pytest.approx(float(nn.functional.cross_entropy(output, target)), rel=1e-6),
     }
-    # Of ten classes, five say little.
+    # With ten classes there is no top5.
     assert set(evaluate(Fixed(), [(output[:, :10], target % 10)])) == {"accuracy", "loss"}
 
 
@@ -393,9 +393,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, digits: data.Dataset) -> tupl
     return folder, run(Job(TINY, digits, out=folder))
 
 
-def test_time_that_pays_for_samples_is_that_of_the_epochs_trained(
-    digits: data.Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_split_time_is_a_share_of_the_median_epoch(digits: data.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float | None] = []
     count = SplitData.count
     monkeypatch.setattr(SplitData, "count", lambda self, seconds: asked.append(seconds) or count(self, seconds))
@@ -406,16 +404,16 @@ def test_time_that_pays_for_samples_is_that_of_the_epochs_trained(
         assert 1 <= phase.batches <= 6
 
 
-def test_too_small_a_budget_is_refused_before_training(digits: data.Dataset, tmp_path: Path) -> None:
+def test_a_memory_budget_that_is_too_small_is_refused_before_training(digits: data.Dataset, tmp_path: Path) -> None:
     job = Job(TINY.with_settings({"memory_budget": "100B"}), digits, out=tmp_path / "run")
     with pytest.raises(ValueError, match=r"memory_budget is too small.*larger budget, or smaller batches"):
         run(job)
     assert not (tmp_path / "run").exists()
-    # Splits by chance keep nothing.
+    # Random splits capture nothing, so any budget is enough.
     assert len(run(replace(job, method="net2net"))) == 3
 
 
-def test_a_run_may_go_on_with_other_memory_and_after_settings_were_added(
+def test_a_run_resumes_with_another_memory_budget_and_without_newer_settings(
     digits: data.Dataset, tmp_path: Path, done: tuple[Path, list[s3d.Phase]]
 ) -> None:
     folder = shutil.copytree(done[0], tmp_path / "run")
@@ -430,7 +428,7 @@ def test_a_run_may_go_on_with_other_memory_and_after_settings_were_added(
 
 
 def record(history: list[s3d.Phase]) -> str:
-    """Return a history without its times, as text: NaN is unequal to itself."""
+    """Return a history without times, as text, because NaN is unequal to itself."""
     plain = [{name: value for name, value in asdict(phase).items() if name != "seconds"} for phase in history]
     for phase in plain:
         phase["epochs"] = [{k: v for k, v in epoch.items() if k != "seconds"} for epoch in phase["epochs"]]
@@ -471,7 +469,7 @@ def test_a_run_grows_by_the_share_of_the_recipe(
     assert told == [phase.index for phase in history] == [0, 1, 2]
     assert [len(phase.epochs) for phase in history] == [1, 1, 1]
     assert history[0].widths == {"0": 3, "3": 4, "6": 5}
-    # Half of 12, and half of 18; not every neuron need gain.
+    # At most half of 12 and half of 18; some neurons may gain nothing.
     first, second = (sum(phase.new_filters.values()) for phase in history[:2])
     assert 0 < first <= 6
     assert 0 < second <= 9
@@ -524,7 +522,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first[0].weight, other[0].weight)
 
 
-def test_a_folder_says_what_the_run_is(done: tuple[Path, list[s3d.Phase]]) -> None:
+def test_the_folder_of_a_run_describes_it(done: tuple[Path, list[s3d.Phase]]) -> None:
     folder, history = done
     about = json.loads((folder / "run.json").read_text())
     assert (about["recipe"], about["preset"], about["method"], about["seed"]) == ("digits", "paper", "s3d", 0)
@@ -536,7 +534,7 @@ def test_a_folder_says_what_the_run_is(done: tuple[Path, list[s3d.Phase]]) -> No
 
 
 class Stop(Exception):
-    """Ends a run on purpose."""
+    """Raised to end a run on purpose."""
 
 
 def stop_after(index: int) -> Callable[[s3d.Phase], None]:
@@ -580,7 +578,7 @@ def test_a_run_begins_with_a_saved_network(
     assert history[0].metrics == done[1][1].metrics
     assert [len(phase.epochs) for phase in history] == [0, 1, 1]
     assert history[1].params > history[0].params
-    # From the same weights, what is drawn after them depends on the seed as well.
+    # With the same initial weights, later random numbers still depend on the seed.
     other = run(Job(replace(TINY, steps=1), digits, start=saved, seed=6))
     assert other[0].metrics == history[0].metrics
     assert other[1].epochs[0]["loss"] != history[1].epochs[0]["loss"]
@@ -620,7 +618,7 @@ def test_a_folder_that_holds_the_run_is_not_overwritten(
     assert contents(done[0]) == before
 
 
-def test_a_run_goes_on_for_more_steps(tmp_path: Path, digits: data.Dataset, done: tuple[Path, list[s3d.Phase]]) -> None:
+def test_a_run_resumes_for_more_steps(tmp_path: Path, digits: data.Dataset, done: tuple[Path, list[s3d.Phase]]) -> None:
     run(Job(replace(TINY, steps=1), digits, out=tmp_path / "run"))
     history = run(Job(TINY, digits, out=tmp_path / "run"), resume=True)
     assert [phase.widths for phase in history] == [phase.widths for phase in done[1]]
@@ -629,18 +627,20 @@ def test_a_run_goes_on_for_more_steps(tmp_path: Path, digits: data.Dataset, done
 
 
 @pytest.mark.parametrize(("scratch", "epochs"), [("total", [1, 2, 3]), ("phase", [1, 1, 1])])
-def test_networks_from_scratch_train_as_long_as_is_said(scratch: str, epochs: list[int], digits: data.Dataset) -> None:
+def test_networks_from_scratch_train_for_the_given_epochs(
+    scratch: str, epochs: list[int], digits: data.Dataset
+) -> None:
     history = run(Job(TINY, digits, method="uniform", scratch=scratch))
     assert [phase.index for phase in history] == [0, 1, 2]
     assert [len(phase.epochs) for phase in history] == epochs
     assert [phase.new_filters for phase in history] == [{}, {}, {}]
-    # Half as many filters more, and again.
+    # Every network has half as many filters again as the one before.
     for phase, wanted in zip(history, (12, 18, 27), strict=True):
         assert abs(sum(phase.widths.values()) - wanted) <= 1
     assert history[0].widths == {"0": 3, "3": 4, "6": 5}
 
 
-def test_networks_from_scratch_are_as_large_as_those_of_a_run(
+def test_networks_from_scratch_have_the_sizes_of_a_given_run(
     tmp_path: Path, digits: data.Dataset, done: tuple[Path, list[s3d.Phase]]
 ) -> None:
     job = Job(TINY, digits, method="uniform", scratch="phase", like=done[0], out=tmp_path / "run")
@@ -658,7 +658,7 @@ def test_networks_from_scratch_are_as_large_as_those_of_a_run(
     assert len((tmp_path / "run" / "history.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_run_to_be_like_must_be_long_enough(
+def test_a_run_that_gives_the_sizes_must_have_enough_phases(
     tmp_path: Path, digits: data.Dataset, done: tuple[Path, list[s3d.Phase]]
 ) -> None:
     job = Job(replace(TINY, steps=5), digits, method="uniform", like=done[0], out=tmp_path / "run")
@@ -698,18 +698,18 @@ def test_bad_jobs_are_refused(changes: dict[str, Any], argument: str, digits: da
         replace(Job(TINY, digits), **changes)
 
 
-def test_methods_are_those_that_are_described() -> None:
+def test_there_are_four_methods() -> None:
     assert list(METHODS) == ["s3d", "s2d", "net2net", "uniform"]
 
 
-def test_the_samples_that_a_recipe_uses(digits: data.Dataset) -> None:
+def test_a_recipe_uses_the_given_numbers_of_samples(digits: data.Dataset) -> None:
     job = Job(TINY, digits)
     assert (len(job.train_set), len(job.test_set)) == (96, 40)
     every = Job(replace(TINY, train_samples=None, test_samples=10**6), digits)
     assert (len(every.train_set), len(every.test_set)) == (1437, 360)
 
 
-def test_a_network_of_another_recipe_is_no_start(tmp_path: Path, digits: data.Dataset) -> None:
+def test_a_run_does_not_start_from_a_network_of_another_recipe(tmp_path: Path, digits: data.Dataset) -> None:
     path = tmp_path / "other.safetensors"
     s3d.save_grown(nn.Linear(3, 2), path)
     with pytest.raises(ValueError, match=re.escape("the file does not belong to this model")):

@@ -1,4 +1,4 @@
-"""How many samples a recipe computes its splits on."""
+"""The number of samples that a recipe computes its splits on."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def tiny(world: World | None = None, **settings: Any) -> SplitData:
 def costing(
     batch: float, product: float, monkeypatch: pytest.MonkeyPatch, *, room: int = 10**9
 ) -> list[tuple[int, str | None]]:
-    """Make a batch take so long to capture, and a product; with more batches than there is room for, they recompute.
+    """Replace the plans: a batch takes `batch` seconds to capture, and `product` seconds for each product.
 
-    Returns the numbers of batches that plans will be asked for, and the budgets.
+    Plans of more than `room` batches recompute them. Returns a list that collects the number of batches and the budget
+    of every plan.
     """
     asked: list[tuple[int, str | None]] = []
 
     def plan(graph: object, x: object, n_batches: int, budget: str | None, **options: Any) -> CapturePlan:
         asked.append((n_batches, budget))
-        # As wide as needs 24 steps at a tolerance of 1e-2.
+        # At this width, the solver is expected to take 24 steps at a tolerance of 1e-2.
         need = UnitNeed("a", 10, 100, 1000, 1000, 1000, 1000, 0.0, False, 2.0, product)
         place = "memory" if n_batches <= room else "recompute"
         return CapturePlan((need,), {"a": place}, None, n_batches, None, batch)
@@ -45,73 +46,73 @@ def costing(
     return asked
 
 
-def test_a_number_of_samples_is_taken_as_it_is() -> None:
+def test_split_samples_sets_the_number_of_batches() -> None:
     assert tiny().count() == 4
 
 
-def test_a_share_is_one_of_the_training_set() -> None:
+def test_split_share_is_a_share_of_the_training_set() -> None:
     assert tiny(split_share=0.25).count() == 10
     assert tiny(split_share=1.0).count() == 40
     assert tiny(split_share=0.001).count() == 1
 
 
-def test_time_pays_for_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 640 samples are 40 batches, of a second each in training: half of that are 20 seconds. A batch takes a second to
-    # read and capture, 24 products of half a second, and a second for the loss after the split: 14.
+def test_split_time_pays_for_capture_products_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 640 samples are 40 batches. Each takes a second in training, so half an epoch takes 20 seconds. In a split, a
+    # batch takes a second to read and capture, 24 products of half a second, and a second for the loss: 14 seconds.
     asked = costing(0.5, 0.5, monkeypatch)
     assert tiny(split_time=0.5).count(epoch_seconds=40.0) == 20 // 14
     assert tiny(split_time=1.0).count(epoch_seconds=40.0) == 40 // 14
-    # What is left of an epoch of 10 seconds a batch.
+    # At 10 seconds of training per batch, capture and loss count 10 seconds each.
     assert tiny(split_time=0.5).count(epoch_seconds=400.0) == 200 // (10 + 12 + 10)
     assert asked[0] == (10, None)
 
 
-def test_products_that_cost_nothing_leave_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_time_pays_for_two_passes_if_products_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     costing(0.5, 0.0, monkeypatch)
     assert tiny(split_time=1.0).count(epoch_seconds=40.0) == 20
     assert tiny(split_time=0.25).count(epoch_seconds=40.0) == 5
     assert tiny(split_time=0.01).count(epoch_seconds=40.0) == 1
-    # Capture that takes longer than training.
+    # Here capture takes longer than training.
     costing(3.0, 0.0, monkeypatch)
     assert tiny(split_time=1.0).count(epoch_seconds=40.0) == 10
 
 
-def test_an_unknown_epoch_is_thought_to_take_as_long_as_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_of_unknown_length_counts_as_long_as_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     costing(0.5, 0.0, monkeypatch)
     assert tiny(split_time=0.5).count() == 10
 
 
-def test_what_would_be_computed_again_does_not_hide_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 20 batches would be captured again at each of 24 steps; five fit into memory and are paid for.
+def test_batches_that_fit_into_memory_are_found_if_more_would_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 20 batches would be recomputed at each of 24 steps, which takes too long; five batches fit into memory.
     asked = costing(1.0, 0.05, monkeypatch, room=5)
     assert tiny(split_time=1.0).count(epoch_seconds=40.0) == 5
     assert [count for count, _ in asked] == [20, 5]
 
 
-def test_processes_get_as_many_batches_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_get_the_same_number_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "same", lambda self, value: value)
     asked = costing(0.5, 0.0, monkeypatch)
     three = World(rank=1, size=3)
-    # What three do in 40 / 3 seconds takes one of them 40.
+    # Work that takes three processes 40 / 3 seconds takes one process 40.
     assert tiny(three, split_time=0.5).count(epoch_seconds=40.0 / 3) == 9
     assert asked == [(4, None)]
     assert tiny(three, split_share=0.2).count() == 6
     assert len(tiny(three, split_share=0.2).batches()) == 2
-    # Of 40 batches, 39.
+    # 39 of 40 batches, a multiple of three.
     assert tiny(three, split_share=1.0).count() == 39
 
 
 def test_real_measurements_pay_for_fewer_samples_than_training_takes() -> None:
-    """A batch takes at least two passes, and a longer epoch pays for more."""
+    """A batch needs at least two passes over it, and a longer epoch pays for more batches."""
     few, many = (tiny(split_time=0.5).count(seconds) for seconds in (1e-3, 1000.0))
     assert few == 1
-    # Two passes for each of 20, and hardly more.
+    # Half an epoch is the time of 20 batches; each batch of a split needs little more than two passes.
     assert many in (9, 10)
     assert 1 <= tiny(split_time=0.5).count() < 10
 
 
-def test_plans_draw_nothing() -> None:
-    """What is measured has no influence on which samples are drawn: a number of samples repeats a run."""
+def test_plans_keep_the_random_state() -> None:
+    """Measurements do not change which samples are drawn, so a run can be repeated by its number of samples."""
     batches = []
     for settings in ({"split_time": 0.01}, {"split_samples": 16}):
         torch.manual_seed(5)
@@ -120,13 +121,13 @@ def test_plans_draw_nothing() -> None:
     assert torch.equal(batches[0][0][0], batches[1][0][0])
 
 
-def test_a_budget_goes_into_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_budget_is_passed_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = costing(0.5, 0.0, monkeypatch)
     tiny(split_time=0.5, memory_budget="3MB").count()
     assert asked == [(10, "3MB")]
 
 
-def test_batches_are_made_anew_and_are_the_same() -> None:
+def test_batches_are_made_at_every_pass_and_are_equal() -> None:
     torch.manual_seed(3)
     batches = tiny().batches()
     first, second = list(batches), list(batches)
@@ -148,12 +149,12 @@ def test_batches_are_made_anew_and_are_the_same() -> None:
         ({"split_share": 1.0, "split_batch": 400}, 2, "split_batch must leave a batch"),
     ],
 )
-def test_bad_amounts_are_refused(settings: dict[str, Any], ranks: int, message: str) -> None:
+def test_bad_numbers_of_samples_are_refused(settings: dict[str, Any], ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny(World(size=ranks), **settings)
 
 
-def test_one_amount_replaces_another() -> None:
+def test_split_samples_share_and_time_replace_one_another() -> None:
     by_time = TINY.with_settings({"split_time": 0.01})
     assert (by_time.split_samples, by_time.split_share, by_time.split_time) == (None, None, 0.01)
     assert Recipe.with_settings(by_time, by_time.as_settings()) == by_time

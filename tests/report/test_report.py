@@ -1,4 +1,4 @@
-"""The report of a run and the comparison of runs: the numbers in them, and what they do with broken files."""
+"""The report of a run and the comparison of runs: their numbers and figures, and how they treat broken files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIGURES = ("costs", "widths", "spectra", "promises", "times", "training")
 
 
 def phase(index: int, accuracy: float = 0.5, *, split: bool = True, **changes: Any) -> dict[str, Any]:
-    """Return a line of history.jsonl; the width doubles from phase to phase."""
+    """Return the record of a phase in history.jsonl; widths double from phase to phase."""
     record = {
         "index": index,
         "widths": {"conv1": 8 << index, "conv2": 16 << index},
@@ -104,7 +104,7 @@ def three_phases(*accuracies: float) -> list[dict[str, Any]]:
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: tags with attributes, tables as lists of rows, and all text."""
+    """A parsed page: tags with attributes, tables as lists of rows, and all text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def assert_self_contained(page: Page) -> None:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the slow half of a figure, for tests that read only the text around it."""
+    """Skip the drawing of figures, which is slow, in tests that read only the text."""
     for module in (figures, comparison):
         monkeypatch.setattr(module, "png", lambda figure: b"\x89PNG")
 
@@ -188,7 +188,7 @@ def test_report_has_the_numbers_of_every_phase_and_all_figures(tmp_path: Path) -
         "splits (negative)": "24 (5)",
         "unconverged": "2",
         "time": "1 min 40 s",
-        # capture, solve, select and split: 6 of 100 seconds.
+        # Capture, solve, select and split took 6 of 100 seconds.
         "eigen share": "6.0 %",
     }
     assert (second["params"], second["accuracy"], second["width"]) == ("2,000", "0.5200", "48")
@@ -197,9 +197,9 @@ def test_report_has_the_numbers_of_every_phase_and_all_figures(tmp_path: Path) -
     assert "digits (quick): s3d c=1.3, seed 0" in page.text
     assert ["fraction", "0.35"] in page.tables[0]
     assert "from 0.3100 with 1,000 parameters to 0.6400 with 4,000" in page.text
-    # Measured / predicted is 0.0125 / 0.0134 for both splits.
+    # For both splits, measured / predicted is 0.0125 / 0.0134.
     assert "the median of measured / predicted is 0.93" in page.text
-    # 12 of 294 seconds.
+    # Splitting took 12 of 294 seconds.
     assert "4 min 54 s in all, of which splitting (capture, solve, select, split) took 4.1 %" in page.text
     assert "Left out" not in page.text
 
@@ -216,7 +216,7 @@ def test_a_figure_is_the_same_when_it_is_drawn_again(tmp_path: Path) -> None:
     assert figures.widths_figure(run) == figures.widths_figure(run)
 
 
-def test_eigen_share_is_of_all_seconds(tmp_path: Path) -> None:
+def test_the_eigen_share_is_a_share_of_all_seconds(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", about(), three_phases()))
     assert eigen_share(run) == pytest.approx(12 / 294)
     bare = [phase(0, split=False, seconds={})]
@@ -232,11 +232,11 @@ def test_eigen_share_is_of_all_seconds(tmp_path: Path) -> None:
         (about("net2net"), "net2net, seed 0"),
     ],
 )
-def test_label(tmp_path: Path, run: dict[str, Any], expected: str) -> None:
+def test_a_label_names_method_settings_and_seed(tmp_path: Path, run: dict[str, Any], expected: str) -> None:
     assert read_run(write_run(tmp_path / "run", run, three_phases())).label == expected
 
 
-def test_single_phase_without_a_split(tmp_path: Path) -> None:
+def test_the_report_of_a_single_phase_leaves_out_figures_of_splits(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", about("uniform"), [phase(0, 0.4, split=False)])
     (folder / "figures").mkdir()
     (folder / "figures" / "promises.png").write_bytes(b"of an earlier report")
@@ -251,7 +251,7 @@ def test_single_phase_without_a_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_run_in_progress(tmp_path: Path) -> None:
+def test_the_report_shows_that_a_run_is_in_progress(tmp_path: Path) -> None:
     now = phase(2, split=False, metrics={}, seconds={})
     now["epochs"] = now["epochs"][:2]
     folder = write_run(tmp_path / "run", about(), [*three_phases()[:2], now])
@@ -266,12 +266,12 @@ def test_run_in_progress(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_line_that_was_not_written_to_its_end_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", about(), three_phases()[:2])
     history = folder / "history.jsonl"
     whole = history.read_bytes()
     line = json.dumps(phase(2, split=False, widths={"größe": 4}), ensure_ascii=False).encode()
-    # Cut in the middle of a character, too.
+    # One of the cuts is in the middle of a character.
     for cut in (1, line.index(b"\xc3") + 1, len(line) - 1):
         history.write_bytes(whole + line[:cut])
         run = read_run(folder)
@@ -284,16 +284,16 @@ def test_line_that_was_not_written_to_its_end_is_left_out(tmp_path: Path) -> Non
     assert len(read_run(folder).phases) == 3
 
 
-def test_later_record_of_a_phase_counts(tmp_path: Path) -> None:
+def test_the_last_record_of_a_phase_counts(tmp_path: Path) -> None:
     phases = [phase(0, metrics={}, seconds={}, split=False), phase(0, 0.75), phase(1, 0.8, split=False)]
     run = read_run(write_run(tmp_path / "run", about(), phases))
     assert [record.metrics["accuracy"] for record in run.phases] == [0.75, 0.8]
 
 
-def test_nulls_and_numbers_that_are_not_finite(tmp_path: Path) -> None:
+def test_nulls_and_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     diverged = phase(1, metrics={"accuracy": None, "loss": float("nan")}, split_loss=float("inf"))
     diverged["epochs"][1]["loss"] = None
-    # Python writes NaN and Infinity, which are not JSON, and reads 1e999 as infinity.
+    # Python's json writes NaN and Infinity, which are not JSON, and reads 1e999 as infinity.
     folder = write_run(tmp_path / "run", about(), [phase(0, 0.3), diverged, phase(2, 0.4, split=False)])
     history = folder / "history.jsonl"
     history.write_text(history.read_text().replace('"memory": 0', '"memory": null, "loss_scale": 1e999'))
@@ -309,7 +309,7 @@ def test_nulls_and_numbers_that_are_not_finite(tmp_path: Path) -> None:
     assert not re.search(r"\b(nan|inf|None)\b", page.text)
 
 
-def test_without_metrics_epochs_or_times(tmp_path: Path) -> None:
+def test_figures_without_data_are_left_out_with_a_reason(tmp_path: Path) -> None:
     phases = [phase(index, metrics={}, epochs=[], split=False, seconds={}, macs=0) for index in range(2)]
     page = Page(write_report(write_run(tmp_path / "run", about(), phases)))
     assert len(page.images()) == 1
@@ -318,7 +318,7 @@ def test_without_metrics_epochs_or_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_other_metrics_take_the_place_of_accuracy(tmp_path: Path) -> None:
+def test_another_metric_replaces_accuracy(tmp_path: Path) -> None:
     phases = [phase(index, metrics={"perplexity": 320.5 - index, "bits": 0.0}, split=index < 1) for index in range(2)]
     folder = write_run(tmp_path / "run", about(), phases)
     page = Page(write_report(folder))
@@ -328,7 +328,7 @@ def test_other_metrics_take_the_place_of_accuracy(tmp_path: Path) -> None:
     assert comparison_table([read_run(folder)])[0][-1] == "perplexity"
 
 
-def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_hostile_names_are_shown_as_text(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>'
     names = [evil, r"$\frac{", "_hidden", "重み\n\ud800", "x" * 300]
     phases = three_phases()
@@ -360,7 +360,7 @@ def test_labels_for_figures_are_plain_and_short() -> None:
     assert len(label("x" * 300)) <= 30
 
 
-def test_missing_and_broken_spectra_are_said(tmp_path: Path) -> None:
+def test_missing_and_broken_spectra_are_reported(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", about(), three_phases())
     run = read_run(folder)
     (folder / "spectra-000.safetensors").unlink()
@@ -410,7 +410,7 @@ def test_broken_files_are_named(tmp_path: Path, file: str, text: str | None, mes
     assert not (folder / "report.html").exists()
 
 
-def test_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="must be the folder of a run, and is not a folder"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="folders must name at least one run"):
@@ -419,9 +419,7 @@ def test_folder_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_report_that_cannot_be_finished_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_report_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     folder = write_run(tmp_path / "run", about(), [phase(0, split=False)])
     before = write_report(folder).read_bytes()
     files = sorted(path.name for path in folder.rglob("*"))
@@ -454,14 +452,14 @@ def compared(tmp_path: Path) -> list[Path]:
         if (method, seed) == ("s3d", 2):
             del phases[2]
         run = about(method, seed)
-        # A recipe may count the seed among its settings: it makes no group of its own.
+        # A recipe may have the seed among its settings; runs that differ only in it stay in one group.
         run["settings"]["seed"] = seed
         folders.append(write_run(tmp_path / f"{method}-{seed}", run, phases, spectra=False))
     return folders
 
 
 def test_comparison_table_has_medians_and_ranges_over_seeds(compared: list[Path]) -> None:
-    # The order of the folders says in which order groups come, and nothing else.
+    # The order of the folders affects only the order of the groups.
     runs = [read_run(folder) for folder in compared[::-1]]
     rows = comparison_table(runs)
     assert rows == [
@@ -476,8 +474,8 @@ def test_comparison_table_has_medians_and_ranges_over_seeds(compared: list[Path]
     assert "0.6500 [0.6000, 0.7000]" in text_table(rows)
 
 
-def test_comparison_page(compared: list[Path], tmp_path: Path) -> None:
-    # A folder that is named twice counts once.
+def test_the_comparison_page_has_the_tables_and_figures_of_all_runs(compared: list[Path], tmp_path: Path) -> None:
+    # A folder that is given twice counts once.
     path = write_comparison([*compared, compared[0]], tmp_path / "new" / "out")
     assert path == tmp_path / "new" / "out" / "compare.html"
     page = Page(path)
@@ -501,7 +499,7 @@ def test_comparison_page(compared: list[Path], tmp_path: Path) -> None:
         assert_drawn(image)
 
 
-def test_settings_that_differ_make_groups_and_are_named(tmp_path: Path) -> None:
+def test_runs_are_grouped_by_their_settings_and_labels_name_the_differences(tmp_path: Path) -> None:
     variants: list[dict[str, Any]] = [{}, {"c": 3.0}, {"c": 3}, {"fraction": 0.5}, {"m": 4, "fraction": 0.5}]
     runs = [
         read_run(write_run(tmp_path / str(seed), about(seed=seed, **settings), three_phases()))
@@ -518,7 +516,7 @@ def test_settings_that_differ_make_groups_and_are_named(tmp_path: Path) -> None:
     assert [row[2] for row in comparison_table(runs)[1::3]] == ["1", "2", "1", "1"]
 
 
-def test_choices_outside_the_settings_make_groups(tmp_path: Path) -> None:
+def test_runs_are_grouped_by_choices_outside_the_settings(tmp_path: Path) -> None:
     runs = [
         read_run(write_run(tmp_path / scratch, about("uniform") | {"scratch": scratch, "start": scratch}, [phase(0)]))
         for scratch in ("total", "phase")
@@ -527,12 +525,14 @@ def test_choices_outside_the_settings_make_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "expected"), [("s3d", [94.0, 194.0, 294.0]), ("uniform", [94.0, 94.0, 94.0])])
-def test_networks_from_scratch_take_their_own_time_alone(tmp_path: Path, method: str, expected: list[float]) -> None:
+def test_the_time_of_a_network_from_scratch_excludes_earlier_phases(
+    tmp_path: Path, method: str, expected: list[float]
+) -> None:
     run = read_run(write_run(tmp_path / "run", about(method), three_phases()))
     assert list(comparison._elapsed(run).values()) == pytest.approx(expected)
 
 
-def test_a_split_that_promises_nothing_has_no_prediction(tmp_path: Path) -> None:
+def test_a_split_without_gains_has_no_prediction(tmp_path: Path) -> None:
     blind = {"predicted_change": None, "gains": {"conv1": None}}
     phases = [phase(0, **blind), phase(1, predicted_change=0.0, gains={"conv1": 0.0}), phase(2)]
     run = read_run(write_run(tmp_path / "run", about("net2net"), phases, spectra=False))
@@ -542,7 +542,7 @@ def test_a_split_that_promises_nothing_has_no_prediction(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_recipes_that_differ_are_said(tmp_path: Path) -> None:
+def test_a_comparison_reports_different_recipes(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / recipe, about() | {"recipe": recipe}, [phase(0, split=False, seconds={})])
         for recipe in ("digits", "letters")
@@ -563,7 +563,7 @@ def test_equal_runs_are_not_counted_as_two_seeds(tmp_path: Path) -> None:
     ("value", "expected"),
     [(0, "0"), (9999, "9,999"), (10_000, "10.00k"), (999_960, "1.000M"), (2_633_270, "2.633M"), (5e8, "500.0M")],
 )
-def test_compact_numbers(value: float, expected: str) -> None:
+def test_large_numbers_are_written_compactly(value: float, expected: str) -> None:
     assert wording.compact(value) == expected
 
 
@@ -571,19 +571,19 @@ def test_compact_numbers(value: float, expected: str) -> None:
     ("seconds", "expected"),
     [(0.0, "0 s"), (1.234, "1.23 s"), (93.5, "1 min 34 s"), (3599.7, "1 h 00 min"), (7380.0, "2 h 03 min")],
 )
-def test_durations(seconds: float, expected: str) -> None:
+def test_durations_are_written_in_readable_units(seconds: float, expected: str) -> None:
     assert wording.duration(seconds) == expected
 
 
-def test_logarithmic_scales_are_for_values_of_many_sizes() -> None:
+def test_only_values_of_many_sizes_get_a_logarithmic_scale() -> None:
     assert symlog_threshold([-1.0, 0.0, 2.0, 5.0]) is None
     assert symlog_threshold([0.0, 0.0]) is None
     assert symlog_threshold([-1e-5, 1e-4, 1.0, -3.0]) == pytest.approx(1e-5)
-    # A value that is as good as zero does not stretch the scale.
+    # A value that is practically zero does not stretch the scale.
     assert symlog_threshold([1e-30, 1e-4, 1.0, -3.0]) == pytest.approx(1e-6)
 
 
-def test_runs_that_began_with_a_saved_network_are_a_group_of_their_own(tmp_path: Path) -> None:
+def test_runs_that_start_from_a_saved_network_are_a_separate_group(tmp_path: Path) -> None:
     started = about() | {"start": "/somewhere/network-000.safetensors"}
     folders = [
         write_run(tmp_path / "whole", about(), three_phases()),
@@ -593,6 +593,6 @@ def test_runs_that_began_with_a_saved_network_are_a_group_of_their_own(tmp_path:
     assert len({row[0] for row in table[1:]}) == 2
 
 
-def test_a_run_from_scratch_that_is_under_way_is_not_said_to_have_ended(tmp_path: Path) -> None:
+def test_an_unfinished_run_from_scratch_is_reported_as_under_way(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", about("uniform", steps=2), [phase(0, split=False)])
     assert "The run is under way: 1 of 3 phases are finished." in Page(write_report(folder)).text

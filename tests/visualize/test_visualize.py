@@ -1,4 +1,4 @@
-"""Pictures of filters: guided backpropagation against gradients by hand, and files of images and weights."""
+"""Pictures of filters: guided backpropagation compared with gradients by hand; files of images and weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NORMED_CONVOLUTIONS = (0, 3, 7, 10, 14, 17, 20, 23, 27, 30, 33, 36, 40, 43, 46, 
 
 
 def two_convolutions(activation: MakeActivation = nn.ReLU, kernel: int = 3) -> nn.Module:
-    """Return conv - act - conv - act - linear; the second convolution, called second, is the unit of interest."""
+    """Return a model conv - act - conv - act - linear; tests look at its second convolution, `second`."""
     return net(
         lambda m, x: m.head(m.act2(m.second(m.act1(m.first(x)))).mean((2, 3))),
         first=nn.Conv2d(2, 5, kernel),
@@ -83,8 +83,8 @@ def assert_unchanged(model: nn.Module, before: tuple[Any, ...]) -> None:
         assert version == was_version
 
 
-def test_a_network_small_enough_to_do_by_hand() -> None:
-    # h = relu(x), relu(-x);  A = sum over places of relu(2 h_0 - 3 h_1 + 1).
+def test_the_picture_of_a_tiny_network_agrees_with_a_computation_by_hand() -> None:
+    # h = (relu(x), relu(-x));  A = sum over positions of relu(2 h_0 - 3 h_1 + 1).
     model = two_convolutions(kernel=1)
     with torch.no_grad():
         model.first.weight.zero_()
@@ -96,17 +96,17 @@ def test_a_network_small_enough_to_do_by_hand() -> None:
     image = torch.zeros(1, 2, 2, 3, dtype=torch.float64)
     image[0, 0] = torch.tensor([[1.0, 2.0, -0.1], [-4.0, 0.0, 5.0]])
     graph = s3d.trace(model, image)
-    # At -0.1 the filter is active, but only through its negative weight; at -4 it is not active; at 0 nothing passes.
+    # At -0.1 the filter is active, but only through its negative weight. At -4 it is not active. At 0 nothing passes.
     expected = torch.tensor([[2.0, 2.0, 0.0], [0.0, 0.0, 2.0]], dtype=torch.float64)
     assert torch.equal(guided_backpropagation(model, image, graph, "second", 2), expected)
-    # With the sign of that weight turned, -0.1 and -4 show up, with weight 3.
+    # With the opposite sign of that weight, -0.1 and -4 appear with weight 3.
     row = torch.tensor([2.0, 3.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     expected = torch.tensor([[2.0, 2.0, 3.0], [3.0, 0.0, 2.0]], dtype=torch.float64)
     assert torch.equal(guided_backpropagation(model, image, graph, "second", 2, row), expected)
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, partial(nn.LeakyReLU, 0.3), nn.SiLU], ids=["relu", "leaky", "silu"])
-def test_two_convolutions_passed_back_by_hand(activation: MakeActivation) -> None:
+def test_the_picture_of_two_convolutions_agrees_with_a_computation_by_hand(activation: MakeActivation) -> None:
     model, image = two_convolutions(activation), data(1, 2, 9, 8)
     graph = s3d.trace(model, image)
 
@@ -139,11 +139,11 @@ SMOOTH_RECTIFIERS = [nn.SiLU, nn.GELU, nn.ELU, nn.Softplus, nn.ReLU6, nn.LeakyRe
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, *SMOOTH_RECTIFIERS])
-def test_it_is_the_plain_gradient_where_everything_is_positive(activation: MakeActivation) -> None:
+def test_the_picture_is_the_plain_gradient_if_everything_is_positive(activation: MakeActivation) -> None:
     model, image = two_convolutions(activation), data(1, 2, 7, 7).abs()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Small enough to stay below the upper kink of ReLU6.
+            # Small weights keep activations below the upper kink of ReLU6.
             parameter.abs_().mul_(0.1)
     graph = s3d.trace(model, image)
     actual = guided_backpropagation(model, image, graph, "second", 1)
@@ -151,7 +151,7 @@ def test_it_is_the_plain_gradient_where_everything_is_positive(activation: MakeA
     assert relative_error(actual, plain_gradient(model, image, 1)) < 1e-12
 
 
-def test_negative_gradients_and_inputs_make_a_difference() -> None:
+def test_the_picture_is_not_the_plain_gradient_if_signs_are_mixed() -> None:
     model, image = two_convolutions(), data(1, 2, 7, 7)
     actual = guided_backpropagation(model, image, s3d.trace(model, image), "second", 1)
     assert relative_error(actual, plain_gradient(model, image, 1)) > 0.1
@@ -189,7 +189,7 @@ def test_every_way_to_call_an_activation_is_guided(kind: str) -> None:
     assert torch.equal(guided_backpropagation(model, image, s3d.trace(model, image), "second", 2), expected)
 
 
-def test_a_linear_unit_and_a_flattened_channel() -> None:
+def test_linear_units_and_flattened_channels_have_pictures() -> None:
     image = data(1, 2, 4, 4)
     model = net(
         lambda m, x: m.out(m.hidden(m.first(x).flatten(1).relu()).relu()),
@@ -198,7 +198,7 @@ def test_a_linear_unit_and_a_flattened_channel() -> None:
         out=nn.Linear(5, 2),
     )
     graph = s3d.trace(model, image)
-    # The filter of the first layer meets no other rectifier than its own, so that guiding changes nothing.
+    # A filter of the first layer passes only its own rectifier, so guiding changes nothing.
     pixels = image.clone().requires_grad_()
     (expected,) = torch.autograd.grad(model.first(pixels)[:, 1].relu().sum(), pixels)
     actual = guided_backpropagation(model, image, graph, "first", 1)
@@ -217,7 +217,7 @@ def test_a_filter_that_is_never_active_has_a_black_picture() -> None:
 
 
 @pytest.mark.parametrize("batchnorm", [True, False])
-def test_pictures_are_those_of_a_model_with_weights_edited_by_hand(batchnorm: bool) -> None:
+def test_pictures_agree_with_a_model_whose_weights_are_edited_by_hand(batchnorm: bool) -> None:
     model, image, eps = vgg(batchnorm), data(1, 3, 32, 32), 0.05
     unit = "features.49" if batchnorm else "features.34"
     pictures = filter_pictures(model, image, 2, eps=eps, solver="exact")
@@ -259,7 +259,7 @@ def test_pictures_are_those_of_a_model_with_weights_edited_by_hand(batchnorm: bo
     assert seen > 0
 
 
-def test_all_extremes_of_a_named_unit_and_a_target_that_is_a_tensor() -> None:
+def test_pictures_show_all_extremes_of_a_given_unit_and_target() -> None:
     model, image = two_convolutions(), data(1, 2, 7, 7)
     goal = data(1, 3, seed=4)
     pictures = filter_pictures(model, image, goal, "first", loss_fn=F.mse_loss, all_extremes=True)
@@ -288,7 +288,7 @@ def spectrum_of(lambda_min: list[float], lambda_max: list[float]) -> Spectrum:
     return Spectrum(low, v, high, v, zeros, zeros, zeros == 0, zeros.long(), zeros.long())
 
 
-def test_interesting_filters_of_a_spectrum_made_by_hand() -> None:
+def test_interesting_filters_are_the_extremes_of_the_spectrum() -> None:
     # G_4 with c = 3 is 2 lambda_min - lambda_max: -16, -24, -25, -1.5, -15
     spectrum = spectrum_of([0.0, -12.0, -10.0, -0.5, -6.0], [16.0, 0.0, 5.0, 0.5, 3.0])
     found = interesting_filters(spectrum, c=3.0)
@@ -302,11 +302,11 @@ def test_interesting_filters_of_a_spectrum_made_by_hand() -> None:
         ("largest G_4", 3),
         ("largest rho", 0),
     ]
-    # With c = 1 only lambda_min counts.
+    # With c = 1, only lambda_min matters.
     assert interesting_filters(spectrum, c=1.0)["smallest G_4"] == 1
 
 
-def test_interesting_filters_of_bad_spectra() -> None:
+def test_interesting_filters_refuses_bad_arguments() -> None:
     with pytest.raises(ValueError, match="spectrum"):
         interesting_filters(spectrum_of([], []))
     with pytest.raises(ValueError, match="c must be"):
@@ -340,7 +340,7 @@ BAD_PICTURES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_GUIDED)
-def test_bad_arguments_of_guided_backpropagation(case: str) -> None:
+def test_guided_backpropagation_refuses_bad_arguments(case: str) -> None:
     changed, message = BAD_GUIDED[case]
     model = two_convolutions().train()
     image = data(1, 2, 7, 7)
@@ -351,7 +351,7 @@ def test_bad_arguments_of_guided_backpropagation(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", BAD_PICTURES)
-def test_bad_arguments_of_filter_pictures(case: str) -> None:
+def test_filter_pictures_refuses_bad_arguments(case: str) -> None:
     changed, message = BAD_PICTURES[case]
     model = two_convolutions().train()
     before = snapshot(model)
@@ -444,7 +444,7 @@ def test_dashed_boxes_mark_the_pictures_that_changed(monkeypatch: pytest.MonkeyP
     plt.close(figures[0])
 
 
-def test_changes_of_black_pictures() -> None:
+def test_changes_of_black_pictures_are_zero_or_infinite() -> None:
     black, grey = torch.zeros(2, 2), torch.ones(2, 2)
     picture = FilterPicture("", "conv", 0, 0.0, 0.0, 0.0, 0.0, black, black, grey, black, grey)
     assert picture.changes() == {"minus_min": 0, "plus_min": torch.inf, "minus_max": 0, "plus_max": torch.inf}
@@ -484,13 +484,13 @@ def test_load_image_normalises_and_keeps_the_middle(tmp_path: Path) -> None:
     assert image.dtype == torch.float32
     for channel, value in enumerate(((1 - 0.485) / 0.229, (0.2 - 0.456) / 0.224, -0.406 / 0.225)):
         torch.testing.assert_close(image[0, channel], torch.full((6, 6), value))
-    # Drawn, it has its own colours again.
+    # Drawing restores the original colours.
     colours = drawing._as_colours(image)
     torch.testing.assert_close(colours, torch.tensor([1.0, 0.2, 0.0]).double().expand(6, 6, 3), atol=1e-6, rtol=0)
     assert load_image(tmp_path / "image.png").shape == (1, 3, 224, 224)
 
 
-def test_load_image_refuses_what_is_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_image_refuses_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "image.png"
     with pytest.raises(FileNotFoundError):
         load_image(path)
@@ -509,7 +509,7 @@ def test_load_image_refuses_what_is_no_image(tmp_path: Path, monkeypatch: pytest
 
 
 def torchvision_state(batchnorm: bool, counters: bool = True) -> dict[str, Tensor]:
-    """Return a state dict with the names of torchvision's vgg19 or vgg19_bn, pool to 7 x 7, and small widths."""
+    """Return a state dict like torchvision's vgg19 or vgg19_bn, with pooling to 7 x 7 but small widths."""
     generator = torch.Generator().manual_seed(3)
 
     def weights(*shape: int) -> Tensor:
@@ -533,7 +533,7 @@ def torchvision_state(batchnorm: bool, counters: bool = True) -> dict[str, Tenso
 
 
 def vgg19_by_hand(state: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Return what torchvision's VGG19 computes in eval mode."""
+    """Return the outputs of torchvision's VGG19 in eval mode."""
     batchnorm = "features.1.running_mean" in state
     for place, index in enumerate(NORMED_CONVOLUTIONS if batchnorm else PLAIN_CONVOLUTIONS):
         x = F.conv2d(x, state[f"features.{index}.weight"], state[f"features.{index}.bias"], padding=1)
@@ -553,7 +553,7 @@ def vgg19_by_hand(state: dict[str, Tensor], x: Tensor) -> Tensor:
 @pytest.mark.parametrize("file", ["safetensors", "torch", "torch, before 1.6"])
 @pytest.mark.parametrize("batchnorm", [True, False], ids=["vgg19_bn", "vgg19"])
 def test_load_vgg19_reads_the_files_of_torchvision(tmp_path: Path, batchnorm: bool, file: str) -> None:
-    # The published files of networks with BatchNorm do not count batches.
+    # The published files of networks with BatchNorm have no counts of batches.
     state = torchvision_state(batchnorm, counters=file == "safetensors")
     path = tmp_path / "weights"
     if file == "safetensors":
@@ -573,7 +573,7 @@ def test_full_size_vgg19_has_the_parameters_of_torchvision(batchnorm: bool) -> N
     with torch.device("meta"):
         model = VGG19(pool=7, hidden=(4096, 4096), batchnorm=batchnorm)
     assert set(torchvision_state(batchnorm)) == set(model.state_dict())
-    # As torchvision documents them.
+    # The numbers in torchvision's documentation.
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == (143_678_248 if batchnorm else 143_667_240)
 
@@ -591,7 +591,7 @@ def test_load_vgg19_reads_half_precision_and_grown_networks(tmp_path: Path) -> N
 
 
 class Attack:
-    """Creates a file when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
