@@ -61,7 +61,7 @@ class Knapsack:
         for u in range(len(self.price)):
             if most[u] > 0 and (uniform or any(u == first for first, _ in self.cross)):
                 bits[u] = programme.variables(int(most[u]).bit_length(), 0.0, integer=True, most=1.0)
-                # The bits sum to the growth of the unit.
+                # The bits are the binary digits of the unit's growth.
                 row = {bit: -float(2**b) for b, bit in enumerate(bits[u])}
                 programme.row(row | {choice[j]: growth[j] for j in members[u]}, 0.0, 0.0)
         cost = {variable: self.price[self.unit[j]] * self.extra[j] for j, variable in enumerate(choice)}

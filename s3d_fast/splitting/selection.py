@@ -274,7 +274,7 @@ def _keep_within(knapsack: Knapsack, solve: Callable[[float], np.ndarray | None]
 def _first_of_equals(
     candidates: _Candidates, chosen: np.ndarray, knapsack: Knapsack, caps: Mapping[str, float]
 ) -> np.ndarray:
-    """Return an equivalent choice where ties go to the first neuron: equal prices and gains are interchangeable."""
+    """Return an equivalent choice where ties go to the first: neurons of equal price and gain are interchangeable."""
     options: dict[int, dict[int, int]] = {}
     for j, neuron in enumerate(knapsack.neuron):
         options.setdefault(int(neuron), {})[int(candidates.copies[j])] = j
