@@ -67,6 +67,12 @@ def test_curvature_of_extreme_inputs(backend: Backend, act: Activation) -> None:
         g = torch.linspace(0.5, 2, len(z), dtype=dtype)
         C = assert_agrees(backend, "curvature_coefficients", g, z, act, None, 0, False, label=dtype)
         assert C.isfinite().all()
+        # At infinity the curvature is zero, unless the definition has no number for it.
+        z = torch.tensor([torch.inf, -torch.inf], dtype=dtype)
+        expected = act.second(z)
+        C = backend.curvature_coefficients(torch.ones_like(z), z, act, None, 0, False)
+        known = expected.isfinite()
+        assert (C[known] - expected[known]).abs().sum() < 1e-30
 
 
 @every_activation
