@@ -32,7 +32,7 @@ def test_budgets_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """Run a programme; its output goes to a pipe, which C buffers until it is flushed."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     head = "import ctypes, os, sys, threading\nfrom s3d_fast.splitting.quiet import quiet\nC = ctypes.CDLL(None)\n"
     return subprocess.run(
         [sys.executable, "-c", head + textwrap.dedent(code)],
