@@ -287,7 +287,7 @@ def tridiagonals(k: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @compute_dtypes
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 17, 30], ids="k{}".format)
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 20], ids="k{}".format)
 def test_extreme_pairs_of_tridiagonal_matrices(backend: Backend, k: int, dtype: torch.dtype) -> None:
     kinds = tridiagonals(k)
     if dtype == torch.float32:

@@ -140,9 +140,9 @@ def test_points_shared_out_over_programs_give_the_same_bits_every_time(
         assert_product(X, winner, C, V, True)
 
 
-@every_dtype
 @every_way
-def test_an_operator_restricted_after_a_product_agrees_with_the_reference(dtype: torch.dtype, atomic: bool) -> None:
+def test_an_operator_restricted_after_a_product_agrees_with_the_reference(atomic: bool) -> None:
+    dtype = torch.float32
     X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 7, dtype, bias=True))
     operator = EdgeConvOperator(X, winner, C, bias=True)
     with triton_options(atomic=atomic):
