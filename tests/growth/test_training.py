@@ -158,7 +158,7 @@ def test_a_model_is_trained_in_train_mode() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     measured = losses(EpochTrainer(points(), cross_entropy, 10), model, optimizer)
-    assert measured[-1] < measured[0]
+    assert measured[-1] < 0.9 * measured[0]
     assert model.training
     assert int(model[1].num_batches_tracked) == 50
 
