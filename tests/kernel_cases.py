@@ -16,12 +16,11 @@ from s3d_fast.kernels import device, launch
 from s3d_fast.kernels.compiled import TARGETS
 from s3d_fast.kernels.device import Device
 from s3d_fast.maths import reference
-from tests.cases import COMPUTE_DTYPES, DTYPE_NAMES, DTYPES, TOLERANCE, doubles, relative_error
+from tests.cases import DTYPE_NAMES, DTYPES, TOLERANCE, doubles, relative_error
 
 Matvec = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_NAMES.get)
-compute_dtypes = pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=DTYPE_NAMES.get)
 
 # With few processors, so that programs have several tiles.
 GPUS = {TARGETS[name].device.vendor: replace(TARGETS[name].device, processors=2) for name in ("sm_90", "gfx942")}

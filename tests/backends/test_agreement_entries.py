@@ -176,8 +176,9 @@ def widenings(shape: tuple[int, ...], dtype: torch.dtype, shifted: str, scaled: 
 def test_weights_of_every_shape_grow_in_one_call(backend: Backend, shifted: str, scaled: str) -> None:
     for dtype in dtypes_of(backend):
         given = [widening for shape in WEIGHT_SHAPES for widening in widenings(shape, dtype, shifted, scaled)]
-        # Rounding to 16 bits at the end does not depend on the rest.
-        assert_agrees(backend, "grow_weights", given if dtype in COMPUTE_DTYPES else given[::5], label=dtype)
+        # Only the loops of the extension depend on the dtype: by the length of their vectors.
+        some = given if dtype == torch.float64 or backend.name == "cpu" else given[::5]
+        assert_agrees(backend, "grow_weights", some, label=dtype)
 
 
 def test_no_weights_grow_to_none(backend: Backend) -> None:
