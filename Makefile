@@ -49,7 +49,7 @@ lint: $(READY) ## Check style and types.
 	$(BIN)/ruff format --check .
 	rm -rf $(TYPES) && mkdir -p $(TYPES)
 	cp -rs $(CURDIR)/s3d_fast $(TYPES)/ && cp -rs $(CURDIR)/kernels $(TYPES)/s3d_fast/
-	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir $(TYPES)/cache
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
 
 format: $(READY) ## Rewrite the sources in the house style.

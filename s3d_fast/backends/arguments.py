@@ -81,16 +81,18 @@ def require_incoming(incoming: Incoming, winner: Tensor, check_values: bool) -> 
         raise ValueError("incoming must be incoming_edges(winner), got the edges of another winner")
 
 
-def require_vectors(V: Tensor, filters: int, width: int, X: Tensor) -> None:
-    """Raise unless V, for rows X, holds one vector per filter, (M, D), or K vectors per filter, (K, M, D)."""
-    dtype = dtypes.compute_dtype(X.dtype)
+def require_vectors(V: Tensor, filters: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless V holds one vector per filter, (M, D), or K vectors per filter, (K, M, D); X has this device."""
     # One condition covers the usual case: this runs at every product.
     fits = isinstance(V, Tensor) and V.dim() in (2, 3) and V.shape[-2:] == (filters, width)
-    if fits and V.dtype == dtype and V.device == X.device:
+    if fits and V.dtype == dtype and V.device == device:
         return
     require.tensor("V", V)
     require.shape("V", V, ("K", filters, width) if V.dim() == 3 else (filters, width))
-    require.agreement("V", V, "X", X, dtype=dtype)
+    if V.dtype != dtype:
+        raise TypeError(f"V must be {dtype} to go with X, got {V.dtype}")
+    if V.device != device:
+        raise ValueError(f"V must be on {device} like X, got {V.device}")
 
 
 def _agree(X: Tensor, C: Tensor) -> bool:

@@ -48,7 +48,7 @@ def splitting_matvec(
         RuntimeError: the requested backend is not available.
     """
     require_rows(X, C, check_finite)
-    require_vectors(V, C.shape[1], X.shape[1] + bias, X)
+    require_vectors(V, C.shape[1], X.shape[1] + bias, dtypes.compute_dtype(X.dtype), X.device)
     return choose(backend, X, C, V).splitting_matvec(X, C, V, bias)
 
 
@@ -80,7 +80,7 @@ def splitting_matvec_grouped(
         )
     for x, c, v, has_bias in zip(X, C, V, bias, strict=True):
         require_rows(x, c, check_finite)
-        require_vectors(v, c.shape[1], x.shape[1] + has_bias, x)
+        require_vectors(v, c.shape[1], x.shape[1] + has_bias, dtypes.compute_dtype(x.dtype), x.device)
     return choose(backend, *X, *C, *V).splitting_matvec_grouped(X, C, V, bias)
 
 
@@ -149,7 +149,7 @@ def conv_matvec(
     """
     geometry = require_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
     width = X.shape[1] * geometry.kernel_size[0] * geometry.kernel_size[1] + bias
-    require_vectors(V, C.shape[1], width, X)
+    require_vectors(V, C.shape[1], width, dtypes.compute_dtype(X.dtype), X.device)
     return choose(backend, X, C, V).conv_matvec(X, C, V, geometry, bias)
 
 
@@ -178,10 +178,11 @@ def edgeconv_matvec(
     Raises: as `splitting_matvec`.
     """
     require_edgeconv(X, winner, C, check_finite)
-    require_vectors(V, C.shape[2], 2 * X.shape[2] + bias, X)
-    if incoming is not None:
+    require_vectors(V, C.shape[2], 2 * X.shape[2] + bias, dtypes.compute_dtype(X.dtype), X.device)
+    chosen = choose(backend, X, C, V)
+    if incoming is not None and chosen.uses_incoming:
         require_incoming(incoming, winner, check_finite)
-    return choose(backend, X, C, V).edgeconv_matvec(X, winner, C, V, bias, incoming)
+    return chosen.edgeconv_matvec(X, winner, C, V, bias, incoming)
 
 
 def curvature_coefficients(

@@ -74,6 +74,7 @@ class _Taps(fx.Interpreter):
         needed = {unit.producer_node for unit in units if not self.direct[unit.name]}
         self.folds = {conv: norm for conv, norm in foldable(module).items() if conv not in needed}
         self.folded = set(self.folds.values())
+        self.overwritten = fx_calls.overwritten(module, self.producers)
         self.clear()
 
     def clear(self) -> None:
@@ -96,7 +97,8 @@ class _Taps(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         unit, act_unit = self.producers.get(n.name), self.activations.get(n.name)
         if unit is not None:
-            self.inputs[unit] = self.env[n.all_input_nodes[0]].detach()
+            x = self.env[n.all_input_nodes[0]].detach()
+            self.inputs[unit] = x.clone() if n in self.overwritten else x
         elif act_unit is not None:
             argument = n.all_input_nodes[0]
             self.before[act_unit] = self.env[argument]
@@ -117,7 +119,7 @@ class _Taps(fx.Interpreter):
         if act_unit is not None:
             self.after[act_unit] = result
         own = unit is not None or act_unit is not None
-        return result.clone() if own and _may_change(n, self.submodules) else result
+        return result.clone() if own and fx_calls.may_change(n, self.submodules) else result
 
 
 def _is_direct(module: fx.GraphModule, unit: Unit) -> bool:
@@ -129,15 +131,6 @@ def _is_direct(module: fx.GraphModule, unit: Unit) -> bool:
     elif unit.norm is not None:
         return False
     return before.name == unit.producer_node
-
-
-def _may_change(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Return whether a later call may change the value of this node in place, directly or through a view of it."""
-    return any(
-        fx_calls.is_inplace(user, modules)
-        or (fx_calls.may_return_argument(user, modules) and _may_change(user, modules))
-        for user in node.users
-    )
 
 
 def _stand_in(model: nn.Module, taps: _Taps) -> nn.Module:
@@ -207,6 +200,12 @@ def _operator(
 def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor) -> Tensor:
     """Return C = g act''(z) s^2, laid out like the layer's output a."""
     z = taps.before[unit.name].detach()
+    # A registered activation may do more than it said.
+    if g.shape != z.shape or g.dtype != z.dtype or g.device != z.device:
+        raise ValueError(
+            f"its activation must keep shape, dtype and device, got {tuple(z.shape)}, {z.dtype} on {z.device} -> "
+            f"{tuple(g.shape)}, {g.dtype} on {g.device}"
+        )
     scale = None if unit.norm is None else norm_scale(model.get_submodule(unit.norm)).to(z.dtype)
     axis = unit.activation_axis
     if scale is not None and len(scale) != z.shape[axis]:

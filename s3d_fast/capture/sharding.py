@@ -23,6 +23,7 @@ class ShardedOperator(SplittingOperator):
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        self._require_vectors(V)
         return matvec_all([self], [V], backend)[0]
 
     def restrict(self, filters: Tensor) -> ShardedOperator:

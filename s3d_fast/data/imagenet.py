@@ -14,7 +14,7 @@ from s3d_fast.data.sources import Dataset, Entry, JpegSource
 SUFFIXES = (".jpeg", ".jpg")
 
 
-class Found(NamedTuple):
+class LabelledJpeg(NamedTuple):
     """A JPEG and its class: a name, or a number where the files give numbers."""
 
     file: str
@@ -58,7 +58,7 @@ def imagenet(path: str | Path, size: int = 224, workers: int | None = None) -> D
     return Dataset("imagenet", sources[0], sources[1], len(numbers), (3, size, size))
 
 
-def _read_split(folder: Path) -> list[Found]:
+def _read_split(folder: Path) -> list[LabelledJpeg]:
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     tars = [entry.path for entry in entries if entry.name.lower().endswith(".tar")]
     classes = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
@@ -73,11 +73,11 @@ def _read_split(folder: Path) -> list[Found]:
         names = sorted(name for name in os.listdir(entry.path) if _is_jpeg(name))
         if not names:
             raise ValueError(f"{entry.path} must hold JPEGs (.JPEG, .jpg, .jpeg), found {found(Path(entry.path))}")
-        images += [Found(os.path.join(entry.path, name), 0, -1, entry.name) for name in names]
+        images += [LabelledJpeg(os.path.join(entry.path, name), 0, -1, entry.name) for name in names]
     return images
 
 
-def _read_tar(path: Path) -> list[Found]:
+def _read_tar(path: Path) -> list[LabelledJpeg]:
     try:
         # "r:" refuses compressed tars: their members cannot be read in place.
         with tarfile.open(path, "r:") as tar:
@@ -97,7 +97,7 @@ def _read_tar(path: Path) -> list[Found]:
             label = numbers.get(_key(member.name))
         if label is None:
             raise ValueError(f"{path}: {member.name} has no {_key(member.name)}.cls beside it")
-        images.append(Found(str(path), member.offset_data, member.size, label))
+        images.append(LabelledJpeg(str(path), member.offset_data, member.size, label))
     if not images:
         raise ValueError(f"{path} must hold JPEGs (.JPEG, .jpg, .jpeg), found {_named({m.name for m in members})}")
     return images

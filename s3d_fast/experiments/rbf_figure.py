@@ -12,7 +12,7 @@ from s3d_fast.experiments import rbf_growth as rbf
 from s3d_fast.report.drawing import require_matplotlib
 
 
-def rbf_figure(runs: Sequence[rbf.Run], problem: rbf.Problem, settings: rbf.RBFSettings, path: Path) -> None:
+def rbf_figure(runs: Sequence[rbf.MethodRun], problem: rbf.Problem, settings: rbf.RBFSettings, path: Path) -> None:
     """Draw the paper's four panels: losses by method and by c, fitted curves, eigenvalues of the neurons."""
     plt = require_matplotlib()
     by_method = {run.method: run for run in runs}
@@ -26,7 +26,7 @@ def rbf_figure(runs: Sequence[rbf.Run], problem: rbf.Problem, settings: rbf.RBFS
     plt.close(figure)
 
 
-def _losses(axis: Any, runs: Sequence[rbf.Run], title: str, base: rbf.Method | None = None) -> None:
+def _losses(axis: Any, runs: Sequence[rbf.MethodRun], title: str, base: rbf.Method | None = None) -> None:
     reference = next((run for run in runs if run.method == base), None)
     quartiles = torch.tensor([0.25, 0.5, 0.75])
     for run in runs:
@@ -44,7 +44,7 @@ def _losses(axis: Any, runs: Sequence[rbf.Run], title: str, base: rbf.Method | N
     axis.legend(fontsize=8)
 
 
-def _fits(axis: Any, runs: Sequence[rbf.Run], problem: rbf.Problem, seed: int) -> None:
+def _fits(axis: Any, runs: Sequence[rbf.MethodRun], problem: rbf.Problem, seed: int) -> None:
     order = problem.x[seed].argsort()
     x = problem.x[seed, order]
     axis.plot(x, problem.y[seed, order], color="black", linewidth=2, label="truth")
@@ -57,7 +57,7 @@ def _fits(axis: Any, runs: Sequence[rbf.Run], problem: rbf.Problem, seed: int) -
     axis.legend(fontsize=8)
 
 
-def _eigenvalues(axis: Any, run: rbf.Run, problem: rbf.Problem, seed: int, settings: rbf.RBFSettings) -> None:
+def _eigenvalues(axis: Any, run: rbf.MethodRun, problem: rbf.Problem, seed: int, settings: rbf.RBFSettings) -> None:
     stage = run.at(5)
     assert stage is not None
     spectrum, theta = stage.spectra[seed], stage.model.theta[seed].detach()

@@ -85,7 +85,7 @@ class Stage:
 
 
 @dataclass
-class Run:
+class MethodRun:
     """The history of one method."""
 
     method: Method
@@ -127,9 +127,9 @@ def grow(
     method: Method,
     settings: RBFSettings,
     progress: Callable[[int], object] = lambda steps: None,
-) -> Run:
+) -> MethodRun:
     """Grow every seed's network from one neuron to `settings.neurons`, training between the splits."""
-    run = Run(method)
+    run = MethodRun(method)
     model = RBFBatch(problem.theta.clone(), problem.w.clone())
     size, steps = 1, 0
     while True:
@@ -151,7 +151,7 @@ def train(
     problem: Problem,
     steps: int,
     learning_rate: float,
-    run: Run | None = None,
+    run: MethodRun | None = None,
     start: int = 0,
     progress: Callable[[int], object] = lambda steps: None,
     every: int = 100,
@@ -239,7 +239,7 @@ def positive_branch(problem: Problem, stage: Stage, seed: int, settings: RBFSett
     return model
 
 
-def divergence(run: Run, base: Run) -> int | None:
+def divergence(run: MethodRun, base: MethodRun) -> int | None:
     """Return the step by which half of the seeds were split differently than by `base`, or None if they never are."""
     apart = torch.zeros(len(run.stages[0].loss), dtype=torch.bool)
     for stage, other in zip(run.stages, base.stages, strict=True):
@@ -249,7 +249,7 @@ def divergence(run: Run, base: Run) -> int | None:
     return None
 
 
-def typical_seed(runs: Sequence[Run], neurons: int = 5) -> int:
+def typical_seed(runs: Sequence[MethodRun], neurons: int = 5) -> int:
     """Return the seed, counted from 0, with the median gain of signed over positive splits."""
     stages = {run.method: run.at(neurons) for run in runs}
     base, signed = stages[S2D], stages[Method(2, 3.0)]
@@ -259,7 +259,7 @@ def typical_seed(runs: Sequence[Run], neurons: int = 5) -> int:
     return int(ratio.argsort()[(len(ratio) - 1) // 2])
 
 
-def loss_table(runs: Sequence[Run], methods: Sequence[Method], neurons: int) -> list[list[str]]:
+def loss_table(runs: Sequence[MethodRun], methods: Sequence[Method], neurons: int) -> list[list[str]]:
     """Return a table of the loss by number of neurons and method: median and quartiles over seeds."""
     runs = [run for method in methods for run in runs if run.method == method]
     rows = [["neurons", *(run.method.name for run in runs)]]
@@ -271,7 +271,7 @@ def loss_table(runs: Sequence[Run], methods: Sequence[Method], neurons: int) -> 
     return rows
 
 
-def verdict(runs: Sequence[Run], neurons: int = 5) -> str:
+def verdict(runs: Sequence[MethodRun], neurons: int = 5) -> str:
     """Return a text that compares each S3D method with S2D at one size: by the median over seeds, and seed by seed."""
     stages = {run.method: stage for run in runs if (stage := run.at(neurons)) is not None}
     base = stages.pop(S2D).loss
@@ -300,7 +300,7 @@ def _quartiles(loss: Tensor) -> str:
     return f"{middle:.3g} [{low:.3g}, {high:.3g}]"
 
 
-def summary(run: Run) -> dict[str, object]:
+def summary(run: MethodRun) -> dict[str, object]:
     """Return a run as plain data: the loss and size of every seed at every stage."""
     return {
         "m": run.method.m,

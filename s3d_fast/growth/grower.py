@@ -51,6 +51,8 @@ class Grower:
         optimizer: makes the optimizer from the model's parameters. Its state is carried through the splits, and its
             learning rates are reset to their first values at the start of every phase.
         phases: the number of phases; there is a split between every two.
+        trained: whether the model is already trained; the first phase then begins with its evaluation.
+        evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
         eps: the size of a split.
         selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
             phase and the graph that returns them.
@@ -58,12 +60,10 @@ class Grower:
         memory_budget: the bytes that splitting operators may hold in memory, as for `capture`.
         units: names of the units that may be split; all by default.
         plan: makes the split plan from the phase and the graph; it replaces capture, eigenpairs and selection.
-        trained: whether the model is already trained; the first phase then begins with its evaluation.
-        evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
-        after_phase: called with every phase after it is finished and saved.
         out: a folder for checkpoints and the history, see `RunFolder`. Without a folder nothing is written, and the run
             cannot be resumed.
         seed: the seed of the random states.
+        after_phase: called with every phase after it is finished and saved.
         world: the processes that run this together. In each, `train`, `evaluate` and `batches` must use this process's
             part of the data. The first process writes the files.
         progress: show bars.
@@ -287,10 +287,10 @@ class Grower:
         checkpoint.restore(self.model, parts["model"], record)
         self.optimizer = self.make_optimizer(self.model.parameters())
         checkpoint.restore_optimizer(self.model, self.optimizer, parts["optimizer"], record["groups"])
-        self.history = [Phase(**past) for past in record["history"]]
+        self.history = [Phase.of(past) for past in record["history"]]
         self.stopped = record["stopped"]
         if record["unfinished"] is not None:
-            self._unfinished = (Phase(**record["unfinished"]), (parts["random"], record["random"]))
+            self._unfinished = (Phase.of(record["unfinished"]), (parts["random"], record["random"]))
         # A killed process may have written the checkpoint but not the history.
         if self.world.is_first:
             self._write_history(self._unfinished[0] if self._unfinished else None)

@@ -96,8 +96,11 @@ def read(kind: type[Record], where: str, value: Any, readers: Mapping[str, Reade
     for one in fields(kind):  # type: ignore[arg-type]
         given = found.get(one.name, MISSING)
         optional = one.default is not MISSING or one.default_factory is not MISSING
-        if not (optional and given in (None, MISSING)):
-            arguments[one.name] = readers[str(one.type)](where, given, one.name)
+        kind_of_field = str(one.type)
+        # A number that is missing or null is NaN, and an empty value of any kind is an empty collection.
+        is_empty = given in (None, MISSING) or (kind_of_field.startswith(("dict", "list")) and not given)
+        if kind_of_field == "float" or not (optional and is_empty):
+            arguments[one.name] = readers[kind_of_field](where, given, one.name)
     return kind(**arguments)
 
 

@@ -13,7 +13,7 @@ EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
 """The stages of a phase that belong to splitting; the others are training and evaluation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Epoch(Mapping[str, Any]):
     """What happened in one epoch of training. It is also a mapping, as in history.jsonl: `epoch["loss"]`.
 
@@ -34,10 +34,9 @@ class Epoch(Mapping[str, Any]):
     loss_scale: float = 1.0
 
     def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self, name)
-        except AttributeError:
-            raise KeyError(name) from None
+        if name not in self.__dataclass_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
 
     def __iter__(self) -> Iterator[str]:
         return (one.name for one in fields(self))
@@ -92,6 +91,11 @@ class Phase:
     seconds: dict[str, float] = field(default_factory=dict)
     epochs: list[Epoch] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, past: Mapping[str, Any]) -> Phase:
+        """Return the phase that a checkpoint holds as plain data, perhaps with fields of another version."""
+        return cls(**{one.name: past[one.name] for one in fields(cls) if one.name in past})
+
     def __post_init__(self) -> None:
         # A checkpoint holds epochs as plain data, perhaps with fields of another version.
         names = {one.name for one in fields(Epoch)}
@@ -141,4 +145,5 @@ def _epochs(where: str, value: Any, name: str) -> list[Epoch]:
     if not isinstance(value, list):
         raise ValueError(f"{where}: {name} must be a list, got {shown(value)}")
     places = f"{where}, {name}"
-    return [read(Epoch, places, {"epoch": place} | mapping(places, part)) for place, part in enumerate(value)]
+    found = [{key: entry for key, entry in mapping(places, part).items() if entry is not None} for part in value]
+    return [read(Epoch, places, {"epoch": place} | part) for place, part in enumerate(found)]

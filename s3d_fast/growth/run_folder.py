@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -154,7 +155,7 @@ class RunFolder:
         path = self.path / "run.json"
         record = mapping(path.name, _parse(path.name, _bytes(path)))
         for name, (kind, words, default) in ABOUT.items():
-            value = record.get(name, default)
+            value = record.get(name, copy.copy(default))
             if not isinstance(value, kind) or isinstance(value, bool):
                 given = shown(record[name]) if name in record else "nothing"
                 raise ValueError(f"{path.name}: {name} must be {words}, got {given}")

@@ -128,10 +128,21 @@ class SplitStep:
 
     def _loss(self, model: nn.Module, batches: Collection[Any]) -> float:
         """Return the mean loss in eval mode on the batches of all processes."""
-        with undisturbed(model), torch.no_grad():
-            mine = sum(float(checked_loss(model, self.loss_fn, batch, index)) for index, batch in enumerate(batches))
+        with undisturbed(model):
+            mine = sum(self._batch_loss(model, batch, index) for index, batch in enumerate(batches))
         total, count = self.world.sum(mine, len(batches))
+        if not count:
+            raise ValueError("batches must hold at least one batch, got none")
         return total / count
+
+    def _batch_loss(self, model: nn.Module, batch: Any, index: int) -> float:
+        try:
+            with torch.no_grad():
+                return float(checked_loss(model, self.loss_fn, batch, index))
+        except RuntimeError:
+            # The loss may take gradients itself, as a gradient penalty does.
+            with torch.enable_grad():
+                return float(checked_loss(model, self.loss_fn, batch, index).detach())
 
     def _selection(self, phase: int, graph: Graph) -> Options:
         return self.selection(phase, graph) if callable(self.selection) else self.selection

@@ -160,7 +160,9 @@ class ChannelAnalysis:
                 self.own_activation[found[1]] = name
 
     def _note(self, name: str, kind: str, width: int, inputs: Layout, positions: int) -> None:
-        self.layers[name] = Layer.of(self.modules[name], name, kind, width, inputs, positions, self.calls[name])
+        self.layers[name] = Layer.of(
+            self.modules[name], self.roles[name].tensors, name, kind, width, inputs, positions, self.calls[name]
+        )
 
     def _unsplittable(self, name: str, role: layers.Role) -> str | None:
         """Return why the layer's own filters cannot be split, or None."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import cache
 from typing import Any
 
 from torch import fx, nn
 
-from s3d_fast.maths.activations import Activation, activation, activation_names, is_activation
+from s3d_fast.maths.activations import MODULES, Activation, activation, activation_names, is_activation
 from s3d_fast.network.edgeconv import EdgeConv
 
 
@@ -17,9 +17,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-ELEMENTWISE = _words(
-    "dropout dropout1d dropout2d alpha_dropout feature_alpha_dropout contiguous clone to float double neg detach"
-)
+DROPOUTS = _words("dropout dropout1d dropout2d alpha_dropout feature_alpha_dropout")
+ELEMENTWISE = DROPOUTS | _words("contiguous clone to float double neg detach")
 CURVED = _words("abs exp log sqrt square clamp hardtanh sin cos mish celu selu logsigmoid log_sigmoid")
 ARITHMETIC = _words("add iadd sub isub mul imul truediv div pow rsub maximum minimum")
 REDUCING = _words("mean sum amax amin max min")
@@ -43,7 +42,7 @@ FRESH_MODULES = frozenset(
     }
 )
 # Operations allowed between a layer and its activation: every output entry is one input entry, perhaps scaled.
-SELECTING = RESHAPING | _words("dropout dropout2d contiguous max_pool2d adaptive_max_pool2d boolean_dispatch")
+SELECTING = RESHAPING | DROPOUTS | _words("contiguous max_pool2d adaptive_max_pool2d boolean_dispatch")
 # The functions behind +=, -= and the like.
 IN_PLACE_OPERATORS = _words("iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor setitem")
 # Properties of a tensor that do not depend on its number of channels.
@@ -94,12 +93,38 @@ def may_return_argument(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool
     if is_inplace(node, modules):
         return True
     if node.op == "call_module":
-        module = modules[str(node.target)]
-        act = activation(module) if is_activation(module) else None
-        return type(module) not in FRESH_MODULES and (act is None or act.name == "identity")
+        kind = type(modules[str(node.target)])
+        return kind not in FRESH_MODULES and (kind not in MODULES or kind is nn.Identity)
     if node.op not in ("call_function", "call_method"):
         return False
     return name(node) not in FRESH and functional_activation(node) is None
+
+
+def may_change(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Return whether a later call may change the value of this node in place, directly or through a view of it."""
+    return any(
+        is_inplace(user, modules) or (may_return_argument(user, modules) and may_change(user, modules))
+        for user in node.users
+    )
+
+
+def overwritten(module: fx.GraphModule, producers: Container[str]) -> set[fx.Node]:
+    """Return the producers' nodes whose input a later call may change in place, directly or through shared memory."""
+    modules, order = dict(module.named_modules()), {node: place for place, node in enumerate(module.graph.nodes)}
+
+    def is_changed(node: fx.Node, after: int, seen: set[fx.Node]) -> bool:
+        if node in seen:
+            return False
+        seen.add(node)
+        sharing = [user for user in node.users if may_return_argument(user, modules)]
+        if any(is_inplace(user, modules) and order[user] > after for user in sharing):
+            return True
+        if may_return_argument(node, modules):
+            sharing += node.all_input_nodes
+        return any(is_changed(other, after, seen) for other in sharing)
+
+    reading = [node for node in module.graph.nodes if node.name in producers]
+    return {node for node in reading if is_changed(node.all_input_nodes[0], order[node], set())}
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from s3d_fast.base.tables import text_table
 from s3d_fast.maths.activations import Activation
+from s3d_fast.network.layers import PRODUCERS
 
 
 class Segment(NamedTuple):
@@ -74,10 +75,19 @@ class Layer:
 
     @classmethod
     def of(
-        cls, module: nn.Module, name: str, kind: str, width: int, inputs: Layout, positions: int, calls: int
+        cls,
+        module: nn.Module,
+        tensors: Collection[str],
+        name: str,
+        kind: str,
+        width: int,
+        inputs: Layout,
+        positions: int,
+        calls: int,
     ) -> Layer:
-        """Return the layer of a module, with the module's sizes."""
-        return cls(name, kind, width, inputs, positions, calls, sizes_of(module))
+        """Return the layer of a module, with its size attributes and the shapes of its tensors of these names."""
+        sizes = {what: size for what, size in sizes_of(module).items() if what in tensors or what in SIZE_ATTRIBUTES}
+        return cls(name, kind, width, inputs, positions, calls, sizes)
 
 
 @dataclass
@@ -88,13 +98,18 @@ class Graph:
     units: dict[str, Unit]
     layers: dict[str, Layer]
     others: dict[str, str]  # types of the other modules with parameters, by name
+    traced: object = None  # the model's `fingerprint`, which `trace` sets
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units.values())
 
     def __len__(self) -> int:
-        """Return the number of units; a graph without units is False in a condition."""
+        """Return the number of units."""
         return len(self.units)
+
+    def __bool__(self) -> bool:
+        """Return True, also for a graph without units."""
+        return True
 
     def widths(self) -> dict[str, int]:
         """Return the width of every unit when the model was traced."""
@@ -109,7 +124,7 @@ class Graph:
                 because = f"{unit.activation.name}, consumed by {', '.join(unit.consumers)}"
                 if unit.left_out:
                     because += f"; leaves out the curvature of {', '.join(unit.left_out)}"
-            elif layer.kind in ("conv", "linear", "edgeconv"):
+            elif layer.kind in PRODUCERS:
                 because = layer.reason or ""
             else:
                 followed = [unit.name for unit in self if layer.name in unit.followers]
@@ -147,16 +162,25 @@ class Graph:
                 raise ValueError(f"graph belongs to another model: its {name!r} is another object than the model's")
 
     def is_current(self, model: nn.Module) -> bool:
-        """Return whether the model still consists of the traced modules, with unchanged sizes."""
-        try:
-            self.check_same(model)
-            return all(
-                model.get_submodule(str(node.target)) is self.module.get_submodule(str(node.target))
-                for node in self.module.graph.nodes
-                if node.op == "call_module"
-            )
-        except (ValueError, AttributeError):
-            return False
+        """Return whether nothing has changed that tracing the model again could show."""
+        return self.traced is not None and self.traced == fingerprint(model)
+
+
+def fingerprint(model: nn.Module) -> object:
+    """Return all that tracing depends on: modules, plain attributes, sizes, and which parameters are shared."""
+    found: list[object] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if key != "training" and isinstance(value, (bool, int, float, str, tuple, type(None)))
+        }
+        # An instance may have its own forward pass.
+        found.append((name, module, plain, vars(module).get("forward"), sizes_of(module)))
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.append((name, owners.setdefault(id(parameter), name)))
+    return found
 
 
 def sizes_of(module: nn.Module) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,16 +79,17 @@ def register_layer(
     """
     if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
         raise TypeError(f"module_type must be a subclass of nn.Module, got {module_type!r}")
-    _require_names("per_channel", per_channel)
-    _require_names("size_attributes", size_attributes)
+    channels, sizes = _require_names("per_channel", per_channel), _require_names("size_attributes", size_attributes)
     make = None if activation is None else _activation_maker(module_type, activation)
-    _CUSTOM[module_type] = CustomLayer(tuple(per_channel), tuple(size_attributes), make, linear)
+    _CUSTOM[module_type] = CustomLayer(channels, sizes, make, linear)
 
 
-def _require_names(name: str, value: object) -> None:
+def _require_names(name: str, value: object) -> tuple[str, ...]:
     # A string is a sequence of strings too.
-    if isinstance(value, str) or not (isinstance(value, Sequence) and all(isinstance(entry, str) for entry in value)):
+    names = () if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(one, str) for one in names):
         raise TypeError(f"{name} must be a sequence of names, such as ['weight'], got {value!r}")
+    return names
 
 
 def _activation_maker(module_type: type[nn.Module], given: Any) -> Callable[[Any], Activation]:
@@ -153,7 +154,8 @@ class Role:
         activation: the activation that it computes, or that an EdgeConv layer has inside.
         width, input_width, fan_in: filters, input channels and parameters per filter of a producer.
         multiplier: outputs per channel of a depthwise layer.
-        per_channel: the names of the tensors that have a slice per channel.
+        tensors: the names of the tensors whose shapes depend on its channels.
+        per_channel: the names of the tensors of a custom layer that have a slice per channel.
         linear: whether a custom layer adds no curvature.
         selects: whether it may stand between a layer and its activation: every output entry is one input entry.
         is_grouped: whether it is a convolution with groups.
@@ -169,6 +171,7 @@ class Role:
     input_width: int = 0
     fan_in: int = 0
     multiplier: int = 1
+    tensors: tuple[str, ...] = ()
     per_channel: tuple[str, ...] = ()
     linear: bool = False
     selects: bool = False
@@ -189,22 +192,23 @@ def _role(module: nn.Module) -> Role:
     if kind is not None:
         return _producer_role(module, kind)
     custom = custom_layer(module)
-    if is_depthwise(module):
-        assert isinstance(module, nn.Conv2d)
-        multiplier = module.out_channels // module.in_channels
-        names = per_channel_names(module)
-        return Role("depthwise", word, multiplier=multiplier, has_stored_channels=is_stored(module, names))
-    if is_batchnorm(module):
-        return Role("batchnorm", word, has_stored_channels=is_stored(module, per_channel_names(module)))
-    if custom is not None:
-        return Role(
-            "custom",
-            word,
-            activation=activation_of(module),
-            per_channel=custom.per_channel,
-            linear=custom.linear,
-            has_stored_channels=is_stored(module, custom.per_channel),
-        )
+    for kind, is_one in (
+        ("depthwise", is_depthwise(module)),
+        ("batchnorm", is_batchnorm(module)),
+        ("custom", custom is not None),
+    ):
+        if is_one:
+            names = per_channel_names(module)
+            return Role(
+                kind,
+                word,
+                activation=activation_of(module),
+                multiplier=_multiplier(module),
+                tensors=names,
+                per_channel=() if custom is None else custom.per_channel,
+                linear=custom is not None and custom.linear,
+                has_stored_channels=is_stored(module, names),
+            )
     selects = isinstance(module, SELECTING)
     if type(module) in MODULES:
         return Role("activation", word, activation=activation(module), selects=selects)
@@ -213,6 +217,10 @@ def _role(module: nn.Module) -> Role:
             return Role(kind, word, selects=selects)
     mixing = next((word for type_, word in MIXING.items() if isinstance(module, type_)), None)
     return Role("other", word) if mixing is None else Role("mixing", mixing)
+
+
+def _multiplier(module: nn.Module) -> int:
+    return module.out_channels // module.in_channels if isinstance(module, nn.Conv2d) else 1
 
 
 def _producer_role(module: nn.Module, kind: str) -> Role:
@@ -224,6 +232,7 @@ def _producer_role(module: nn.Module, kind: str) -> Role:
         activation=None if inner is None else activation_of(inner),
         width=output_width(module),
         input_width=input_width(module),
+        tensors=("weight", "bias", "metric"),
         fan_in=0 if weight is None else weight[0].numel() + has_bias(module),
         is_grouped=isinstance(module, nn.Conv2d) and module.groups > 1,
         has_stored_rows=is_stored(module, ("weight", "bias")),

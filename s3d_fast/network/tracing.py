@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from s3d_fast.network import layers
 from s3d_fast.network.channels import ChannelAnalysis
-from s3d_fast.network.graph import Graph
+from s3d_fast.network.graph import Graph, fingerprint
 from s3d_fast.network.undisturbed import undisturbed
 
 
@@ -35,7 +35,9 @@ def trace(model: nn.Module, example_input: Any) -> Graph:
             _Shapes(module).run(*arguments)
         except Exception as error:
             raise ValueError(f"example_input cannot be evaluated by the traced model: {error}") from error
-    return ChannelAnalysis(module).run()
+    graph = ChannelAnalysis(module).run()
+    graph.traced = fingerprint(model)
+    return graph
 
 
 class _Tracer(fx.Tracer):

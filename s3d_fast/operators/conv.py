@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from s3d_fast.backends.arguments import require_conv, require_vectors
+from s3d_fast.backends.arguments import require_conv
 from s3d_fast.backends.choice import choose
 from s3d_fast.operators.operator import SplittingOperator
 from s3d_fast.operators.rows import mean_of_rows, restricted
@@ -32,11 +32,31 @@ class ConvOperator(SplittingOperator):
         self.X, self.C, self.bias = X, C, bias
 
     @property
+    def kernel_size(self) -> tuple[int, int]:
+        """The height and width of the kernel."""
+        return self.geometry.kernel_size
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        """The steps between patches."""
+        return self.geometry.stride
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """The zeros added at each border."""
+        return self.geometry.padding
+
+    @property
+    def dilation(self) -> tuple[int, int]:
+        """The steps between the entries of a patch."""
+        return self.geometry.dilation
+
+    @property
     def _taps(self) -> int:
         return self.geometry.kernel_size[0] * self.geometry.kernel_size[1]
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
-        require_vectors(V, *self.shape, self.X)
+        self._require_vectors(V)
         return choose(backend, self.X, self.C, V).conv_matvec(self.X, self.C, V, self.geometry, self.bias)
 
     def restrict(self, filters: Tensor) -> ConvOperator:

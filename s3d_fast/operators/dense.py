@@ -20,6 +20,7 @@ class DenseOperator(SplittingOperator):
         self.dtype, self.device = matrices.dtype, matrices.device
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        self._require_vectors(V)
         return torch.einsum("mde,...me->...md", self.matrices, V)
 
     def restrict(self, filters: Tensor) -> DenseOperator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from s3d_fast.backends.arguments import require_edgeconv, require_vectors
+from s3d_fast.backends.arguments import require_edgeconv
 from s3d_fast.backends.choice import choose
 from s3d_fast.maths.incoming import Incoming, incoming_edges
 from s3d_fast.operators.operator import SplittingOperator
@@ -30,7 +30,7 @@ class EdgeConvOperator(SplittingOperator):
         self._incoming: Incoming | None = None
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
-        require_vectors(V, *self.shape, self.X)
+        self._require_vectors(V)
         chosen = choose(backend, self.X, self.C, V)
         if self._incoming is None and chosen.uses_incoming:
             # Sort once: all products have the same winners.

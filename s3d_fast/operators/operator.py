@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from s3d_fast.backends.arguments import require_vectors
 from s3d_fast.base import dtypes, require
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class SplittingOperator(ABC):
     def nbytes(self) -> int:
         """The bytes that the operator holds in memory."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+    def _require_vectors(self, V: Tensor) -> None:
+        require_vectors(V, *self.shape, self.dtype, self.device)
 
     def _describe(self, X: Tensor, C: Tensor, filters: int, width: int) -> None:
         for name, tensor in (("X", X), ("C", C)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from s3d_fast.backends.arguments import require_rows, require_vectors
+from s3d_fast.backends.arguments import require_rows
 from s3d_fast.backends.choice import choose
 from s3d_fast.operators.operator import SplittingOperator
 from s3d_fast.operators.rows import mean_of_rows, restricted
@@ -26,7 +26,7 @@ class PointwiseOperator(SplittingOperator):
         self.X, self.C, self.bias, self.rows = X, C, bias, len(X)
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
-        require_vectors(V, *self.shape, self.X)
+        self._require_vectors(V)
         return choose(backend, self.X, self.C, V).splitting_matvec(self.X, self.C, V, self.bias)
 
     def restrict(self, filters: Tensor) -> PointwiseOperator:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from s3d_fast.base import dtypes
+from s3d_fast.base import dtypes, require
 from s3d_fast.operators.operator import SplittingOperator
 
 Operator = TypeVar("Operator", bound=SplittingOperator)
@@ -20,6 +20,8 @@ def restricted(operator: Operator, filters: Tensor, **axes: int) -> Operator:
 
     Nothing is checked: the checks made when the operator was built hold for its parts too.
     """
+    if len(filters) == 0:
+        require.not_empty("filters", filters)
     rest = copy.copy(operator)
     for name, axis in axes.items():
         tensor = getattr(operator, name)

@@ -48,6 +48,7 @@ class StreamedOperator(SplittingOperator):
         self.filters: Tensor | None = None
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        self._require_vectors(V)
         return matvec_all([self], [V], backend)[0]
 
     def restrict(self, filters: Tensor) -> StreamedOperator:

@@ -38,6 +38,7 @@ class SumOperator(SplittingOperator):
         return sum(term.nbytes for term in self.terms)
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
+        self._require_vectors(V)
         result = torch.zeros_like(V)
         for term, weight in zip(self.terms, self.weights, strict=True):
             result.add_(term.matvec(V, backend), alpha=weight)

@@ -33,7 +33,7 @@ def _each(demand: Demand) -> Demand:
     """Return a demand that checks every entry of a tuple by `demand`."""
 
     def every(name: str, values: Any) -> None:
-        if not isinstance(values, tuple):
+        if not isinstance(values, (tuple, list)):
             raise ValueError(f"{name} must be a tuple, got {values!r}")
         for value in values:
             demand(name, value)

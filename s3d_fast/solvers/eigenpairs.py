@@ -108,7 +108,7 @@ def extremal_eigenpairs(
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
 
     operators = _as_list(operator)
-    starts = _random_starts(operators, generator)
+    starts = _random_starts(operators, generator) if solver.uses_starts else []
     spectra = solver.solve(Eigenproblem(operators, starts, tol, backend, progress))
 
     if isinstance(operator, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -15,6 +16,8 @@ from s3d_fast.solvers.spectrum import Found, Spectrum, measured, unit_vectors
 @dataclass(frozen=True)
 class Exact(Solver):
     """Forms S and reduces it in float64: O(M D^2) memory, O(M D^3) time."""
+
+    uses_starts: ClassVar[bool] = False
 
     def solve(self, problem: Eigenproblem) -> list[Spectrum]:
         """Return the spectrum of every operator; the start vectors are not used.

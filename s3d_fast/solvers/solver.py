@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 from tqdm import tqdm
@@ -19,7 +20,7 @@ class Eigenproblem:
 
     Attributes:
         operators: all of them advance together.
-        starts: random unit vectors, (M, D) for each operator.
+        starts: random unit vectors, (M, D) for each operator; none for a solver that uses none.
         tol: a filter has converged when both residuals are at most `tol` times its spectral radius.
         backend: the name of the backend.
         progress: show a counter of the steps.
@@ -39,6 +40,9 @@ class Eigenproblem:
 
 class Solver(ABC):
     """Finds the smallest and largest eigenvalue of every filter of some operators, with their vectors."""
+
+    # Whether `solve` uses start vectors.
+    uses_starts: ClassVar[bool] = True
 
     @abstractmethod
     def solve(self, problem: Eigenproblem) -> list[Spectrum]:

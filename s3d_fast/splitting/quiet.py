@@ -1,16 +1,19 @@
-"""Keeps output that C code prints to the standard streams out of the user's output."""
+"""Keeps the lines that HiGHS prints by itself out of the user's output."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import re
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 
-# Standard output and standard error.
-STREAMS = (1, 2)
+STDOUT = 1
+# HiGHS has `printf` calls that no option turns off; each names the C++ function it stands in.
+HIGHS_LINE = re.compile(rb"^Highs\w*::[^\n]*\n?", re.MULTILINE)
 
 _lock = threading.Lock()
 _users = 0
@@ -19,11 +22,10 @@ _redirection: _Redirection | None = None
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discard everything that is written to file descriptors 1 and 2 inside the `with` block.
+    """Drop the lines of HiGHS that reach file descriptor 1 inside the `with` block.
 
-    HiGHS has `printf` calls that no option turns off. Descriptors belong to the process, so the output of other threads
-    and of newly started processes is lost too while the block runs. If the descriptors cannot be redirected, the block
-    runs without redirection.
+    Everything else that is printed meanwhile, also by other threads, appears when the block ends. If the descriptor
+    cannot be redirected, the block runs without redirection.
     """
     global _users, _redirection
     with _lock:
@@ -42,49 +44,44 @@ def quiet() -> Iterator[None]:
 
 
 class _Redirection:
-    """A redirection of descriptors 1 and 2 to the null device, until `undo`."""
+    """A redirection of descriptor 1 to a file without a name, until `undo`."""
 
-    def __init__(self, sinks: list[int], saved: dict[int, int]) -> None:
-        self.sinks, self.saved = sinks, saved
-        for stream in saved:
-            os.dup2(sinks[-1], stream)
+    def __init__(self, file: int, saved: int) -> None:
+        self.file, self.saved = file, saved
+        os.dup2(file, STDOUT)
 
     def undo(self) -> None:
-        # Otherwise C's buffered output would appear after the streams are restored.
+        # Otherwise C's buffered output would appear after the descriptor is restored.
         _flush()
-        for stream, copy in self.saved.items():
-            os.dup2(copy, stream)
-        for descriptor in (*self.saved.values(), *self.sinks):
-            os.close(descriptor)
+        os.dup2(self.saved, STDOUT)
+        os.lseek(self.file, 0, os.SEEK_SET)
+        with open(self.file, "rb") as file:
+            printed = HIGHS_LINE.sub(b"", file.read())
+        with open(self.saved, "wb") as out, contextlib.suppress(OSError):
+            out.write(printed)
 
 
 def _redirect() -> _Redirection | None:
-    """Redirect the open streams and return the redirection; None if no descriptor is available."""
+    """Redirect descriptor 1 and return the redirection; None if it is closed or no descriptor is free."""
     _flush()
-    sinks: list[int] = []
-    saved: dict[int, int] = {}
     try:
-        # The number of a closed stream is free, and a copy of another stream would get it: occupy it first.
-        while not sinks or sinks[-1] <= max(STREAMS):
-            sinks.append(os.open(os.devnull, os.O_WRONLY))
-        for stream in STREAMS:
-            if stream not in sinks:
-                saved[stream] = os.dup(stream)
-        return _Redirection(sinks, saved)
+        saved = os.dup(STDOUT)
     except OSError:
-        for stream, copy in saved.items():
-            os.dup2(copy, stream)
-        for descriptor in (*saved.values(), *sinks):
-            os.close(descriptor)
+        return None
+    try:
+        with tempfile.TemporaryFile() as file:
+            return _Redirection(os.dup(file.fileno()), saved)
+    except OSError:
+        os.close(saved)
         return None
 
 
 def _flush() -> None:
-    """Flush the buffers of Python and C for the streams."""
-    for stream in (sys.stdout, sys.stderr):
-        # The stream may be None, closed, or a broken pipe.
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()
+    """Flush the buffers of Python and C for standard output."""
+    # The stream may be None, closed, or a broken pipe.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stdout.flush()
     # Not every system gives access to its C library in this way.
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).fflush(None)
+    with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
+        library = ctypes.CDLL(None)
+        library.fflush(ctypes.c_void_p.in_dll(library, "stdout"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import Captured, Graph, NeuronSplit, SplitPlan, SumOperator, apply_splits, capture, register_layer, trace
+from s3d_fast import (
+    Captured,
+    Graph,
+    NeuronSplit,
+    SplitPlan,
+    SumOperator,
+    activation,
+    apply_splits,
+    capture,
+    register_layer,
+    trace,
+)
 from s3d_fast.capture import one_batch as batch_capture
 from s3d_fast.capture.folding import foldable
 from tests.cases import random_vectors, relative_error
@@ -185,6 +197,39 @@ def test_operators_are_exact_if_a_view_of_the_activation_changes_in_place() -> N
 
     model = net(forward, conv=nn.Conv2d(3, 4, 2), head=nn.Linear(36, 3))
     assert_is_second_derivative(model, data(2, 3, 4, 4))
+
+
+# What happens to the input h of the layer `down` after it was read.
+CHANGED_LATER: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "not at all": lambda s, h, y: y,
+    "itself": lambda s, h, y: y + h.mul_(3.0).sum(),
+    "a view of it": lambda s, h, y: y + h.flatten().add_(1.0).sum(),
+    "through dropout": lambda s, h, y: y + F.dropout(h, 0.5, s.training).mul_(2.0).sum(),
+}
+
+
+@pytest.mark.parametrize("which", CHANGED_LATER)
+def test_a_change_in_place_of_the_input_of_a_layer(which: str) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = x * 2.0
+        return CHANGED_LATER[which](self, h, self.head(F.silu(self.down(h))))
+
+    model = net(forward, down=nn.Linear(4, 5), head=nn.Linear(5, 3))
+    x = data(6, 4)
+    found = capture(model, squared_error, [(x, data(6, 3))], trace(model, x))["down"]
+    assert torch.equal(found.X, 2.0 * x)  # type: ignore[attr-defined]
+
+
+def test_an_activation_that_changes_its_shape_is_refused() -> None:
+    class Pooled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(x).mean((2, 3), keepdim=True)
+
+    register_layer(Pooled, activation=replace(activation("silu"), name="own", formula=None))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), Pooled(), nn.Conv2d(4, 5, 1), nn.Flatten(), nn.Linear(5, 3)).double()
+    x = data(2, 3, 4, 4)
+    with pytest.raises(ValueError, match=r"unit '0': its activation must keep shape"):
+        capture(model, squared_error, [(x, data(2, 3))], trace(model, x))
 
 
 class DropPath(nn.Module):

@@ -413,3 +413,17 @@ def test_processes_of_a_machine_share_its_disk(monkeypatch: pytest.MonkeyPatch, 
     whole = free_bytes(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert free_bytes(tmp_path) == pytest.approx(whole / 8, rel=0.05)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bad_vectors_are_refused_in_every_form(case: Any, form: str) -> None:
+    for operator in captured(case, form).values():
+        filters = operator.shape[0]
+        for some in (operator, operator.restrict(torch.arange(filters - 1))):
+            good = torch.zeros(some.shape, dtype=some.dtype)
+            some.matvec(good)
+            for bad in (good[:, 1:], good[1:], good[None, None], good[0]):
+                with pytest.raises(ValueError, match="V must have shape"):
+                    some.matvec(bad)
+            with pytest.raises(TypeError, match=r"V must be torch\.float64"):
+                some.matvec(good.float())

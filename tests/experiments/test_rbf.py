@@ -18,7 +18,7 @@ def problem() -> rbf.Problem:
 
 
 @pytest.fixture(scope="module")
-def runs(problem: rbf.Problem) -> list[rbf.Run]:
+def runs(problem: rbf.Problem) -> list[rbf.MethodRun]:
     return [rbf.grow(problem, method, SMALL) for method in rbf.METHODS]
 
 
@@ -81,7 +81,7 @@ def test_s2d_does_not_split_a_stable_network_and_s3d_does() -> None:
     assert chosen["above", 3.0] == chosen["below", 3.0] == 0
 
 
-def test_methods_have_the_sizes_and_steps_of_the_paper(runs: list[rbf.Run]) -> None:
+def test_methods_have_the_sizes_and_steps_of_the_paper(runs: list[rbf.MethodRun]) -> None:
     for run in runs:
         extra = run.method.m - 1
         assert [stage.neurons for stage in run.stages] == list(range(1, SMALL.neurons + 1, extra))
@@ -93,13 +93,13 @@ def test_methods_have_the_sizes_and_steps_of_the_paper(runs: list[rbf.Run]) -> N
             assert torch.isfinite(stage.loss).all()
 
 
-def test_positive_splitting_never_takes_a_negative_weight(runs: list[rbf.Run]) -> None:
+def test_positive_splitting_never_takes_a_negative_weight(runs: list[rbf.MethodRun]) -> None:
     by_method = {run.method: run for run in runs}
     assert not any(bool(stage.negative.any()) for stage in by_method[rbf.S2D].stages)
     assert any(bool(stage.negative.any()) for stage in by_method[rbf.Method(2, 5.0)].stages)
 
 
-def test_table_and_verdict_show_the_losses_of_the_runs(runs: list[rbf.Run]) -> None:
+def test_table_and_verdict_show_the_losses_of_the_runs(runs: list[rbf.MethodRun]) -> None:
     rows = rbf.loss_table(runs, rbf.BY_COPIES, SMALL.neurons)
     assert rows[0] == ["neurons", "S2D", "S3D m=2 c=3", "S3D m=3 c=3", "S3D m=4 c=3"]
     assert rows[2][3] == "-"
@@ -111,7 +111,7 @@ def test_table_and_verdict_show_the_losses_of_the_runs(runs: list[rbf.Run]) -> N
     assert text.count("seed by seed") == 5
 
 
-def test_runs_are_reproducible(problem: rbf.Problem, runs: list[rbf.Run]) -> None:
+def test_runs_are_reproducible(problem: rbf.Problem, runs: list[rbf.MethodRun]) -> None:
     again = rbf.grow(problem, rbf.METHODS[1], SMALL)
     assert torch.equal(again.stages[-1].loss, runs[1].stages[-1].loss)
 

@@ -884,3 +884,76 @@ def test_the_scale_of_the_loss_is_resumed(size: float, tmp_path: Path) -> None:
     resumed.run(resume=True)
     assert_same_tensors(state(resumed), state(whole))
     assert [epoch["loss_scale"] for epoch in resumed.history[0].epochs] == scales
+
+
+class Deepening(nn.Module):
+    """Uses its second layer only when it is told to; the first can be split only until then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.deep = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.silu(self.a(x))
+        if self.deep:
+            x = x + nn.functional.silu(self.b(x))
+        return self.c(x)
+
+
+def deepen(model: nn.Module) -> None:
+    model.deep = True  # type: ignore[assignment]
+
+
+def tie(model: nn.Module) -> None:
+    model.b.weight = model.c.weight = nn.Parameter(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("change", [deepen, tie], ids=["another branch", "shared weights"])
+def test_changes_that_keep_all_sizes_are_traced_again(change: Callable[[nn.Module], None]) -> None:
+    x, _ = grow_worker.data()
+    model = Deepening()
+    if change is tie:
+        model.c = nn.Linear(4, 4)
+    graph = s3d.trace(model, x[:2])
+    assert graph.is_current(model)
+    change(model)
+    assert not graph.is_current(model)
+
+
+def test_a_network_that_training_has_deepened_is_not_broken_by_a_split() -> None:
+    x, target = grow_worker.data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, phase: int) -> None:
+        deepen(model)
+
+    run = s3d.Grower(Deepening(), x[:2], cross_entropy, [(x, target)], train, torch.optim.Adam, phases=2)
+    run.run()
+    assert run.model(x).shape == (len(x), 3)
+    assert "a" not in run.graph.units
+
+
+def test_a_loss_may_take_gradients_itself() -> None:
+    x, target = grow_worker.data(dtype=torch.float64)
+
+    def penalised(model: nn.Module, batch: Any) -> Tensor:
+        inputs = batch[0].detach().requires_grad_()
+        loss = cross_entropy(model(inputs), batch[1])
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + 0.1 * gradient.square().sum()
+
+    torch.manual_seed(0)
+    model = MLP([2, 4, 3]).double()
+    run = s3d.Grower(
+        model, x[:2], penalised, [(x, target)], lambda *_: None, torch.optim.Adam, phases=2, eps=1e-3, trained=True
+    )
+    first, _ = run.run()
+    assert math.isfinite(first.loss)
+    assert math.isfinite(first.split_loss)
+
+
+def test_no_batches_are_an_error_with_a_plan_of_your_own() -> None:
+    run = smooth_grower(plan=lambda phase, graph: random_plan(graph, list(graph.units), {"fraction": 0.5}))
+    run.batches = []
+    with pytest.raises(ValueError, match="batches must hold at least one batch"):
+        run.run()
