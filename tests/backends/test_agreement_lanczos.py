@@ -62,7 +62,8 @@ def test_steps(backend: Backend, sizes: tuple[int, int], dtype: torch.dtype) -> 
     M, D = sizes
     # As many as are more than one tile of the basis, where that is few.
     steps = min(D, 6) if D < 100 else 18
-    for scale in SCALES[dtype] if D < 20 else SCALES[dtype][:1]:
+    # Norms are scaled in the same way whatever the width.
+    for scale in SCALES[dtype] if D == 2 else SCALES[dtype][:1]:
         S = scale * matrices(M, D, dtype)
         expected = krylov_state(M, steps + 1, D, dtype)
         for step in range(steps):

@@ -53,19 +53,19 @@ def test_eigenvalues_of_a_network_are_those_of_the_reference() -> None:
     kinds = {type(term).__name__ for operator in operators.values() for term in _terms(operator)}
     assert {"PointwiseOperator", "ConvOperator"} <= kinds
     assert max(operator.shape[1] for operator in operators.values()) > 256
-    found = s3d.extremal_eigenpairs(operators, tol=5e-6, backend="triton")
-    expected = s3d.extremal_eigenpairs(operators, tol=5e-6, backend="reference")
+    found = s3d.extremal_eigenpairs(operators, tol=1e-4, backend="triton")
+    expected = s3d.extremal_eigenpairs(operators, tol=1e-4, backend="reference")
     _assert_same(found, expected)
 
 
 def test_eigenvalues_of_dgcnn_are_those_of_the_reference() -> None:
     torch.manual_seed(0)
-    model = DGCNN((6, 7), 4, k=4, embedding=12, hidden=(9,)).double()
-    x = torch.randn(4, 13, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model = DGCNN((4, 5), 4, k=3, embedding=6, hidden=(5,)).double()
+    x = torch.randn(4, 9, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     operators = captured(model, x)
     assert any(isinstance(term, EdgeConvOperator) for operator in operators.values() for term in _terms(operator))
-    found = s3d.extremal_eigenpairs(operators, tol=5e-6, backend="triton")
-    expected = s3d.extremal_eigenpairs(operators, tol=5e-6, backend="reference")
+    found = s3d.extremal_eigenpairs(operators, tol=1e-4, backend="triton")
+    expected = s3d.extremal_eigenpairs(operators, tol=1e-4, backend="reference")
     _assert_same(found, expected)
 
 
