@@ -24,7 +24,7 @@ demo: $(READY) ## Grow RBF networks with S2D and S3D (about three minutes); figu
 
 # Files stay together: fixtures that take long, such as compiling all kernels, are made once.
 test: $(READY) ## Run the tests, on two cores.
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 DEVICE ?= cpu
 bench: $(READY) ## Time everything against the reference, with DEVICE=cuda on a GPU; ratios go to runs/benchmarks.md.

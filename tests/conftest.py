@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 # Triton's kernels run in its interpreter, which has to be settled before they are imported.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -22,6 +23,26 @@ from s3d_fast.backends.interface import Backend
 torch.set_num_threads(1)
 
 ISAS: list[str] = extension.module.available_isas() if extension.module else []
+
+# Files that take longest, longest first. They start first, so that all workers finish at about the same time.
+SLOW = (
+    "growth/test_distributed.py",
+    "kernels/test_aot.py",
+    "growth/test_growth.py",
+    "capture/test_sharding.py",
+    "capture/test_memory_budget.py",
+    "backends/test_agreement.py",
+    "kernels/test_triton.py",
+    "splitting/test_quiet.py",
+    "test_examples.py",
+    "commands/test_cli.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let slow files come first."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: places.get(item.path, len(SLOW)))
 
 
 @pytest.fixture(params=ISAS, scope="module")
