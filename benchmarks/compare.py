@@ -11,6 +11,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.device import DEVICE, ON_CPU, seconds
 from s3d_fast.backends import operations
+from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.solvers import Spectrum
 
 Call = Callable[[], object]
@@ -50,11 +51,11 @@ def clone_bandwidth(tensors: Sequence[torch.Tensor]) -> Limit:
 @contextlib.contextmanager
 def plain_pytorch() -> Iterator[None]:
     """Make every operation use the reference backend."""
-    resolve, operations.resolve_backend = operations.resolve_backend, lambda backend, *tensors: "reference"
+    chosen, operations.choose = operations.choose, lambda name, *tensors: REFERENCE
     try:
         yield
     finally:
-        operations.resolve_backend = resolve
+        operations.choose = chosen
 
 
 def compare(
