@@ -117,7 +117,7 @@ MOST_KINKS = 2
 
 
 def curvature_coefficients(
-    g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, out: Tensor | None = None
+    *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, out: Tensor | None
 ) -> Tensor:
     """Return C as `s3d_fast.maths.reference.curvature_coefficients` does; `out` must be contiguous and may be g."""
     assert activation.formula is not None

@@ -241,7 +241,7 @@ def shared_memory(product: Config, sums: Config, device: Device, stored: torch.d
     return found[0], found[1]
 
 
-def edgeconv_matvec(X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+def edgeconv_matvec(*, X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for EdgeConv filters, as `s3d_fast.maths.reference.edgeconv_matvec` defines it."""
     (clouds, points, F), M, options = X.shape, C.shape[2], current()
     if V.numel() == 0 or clouds * points == 0:

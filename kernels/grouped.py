@@ -219,9 +219,9 @@ def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
         if V.numel() == 0 or len(X) == 0:
             results[index] = torch.zeros_like(V)
         elif X.shape[1] > WIDEST:
-            results[index] = pointwise_wide.splitting_matvec(*layer)
+            results[index] = pointwise_wide.splitting_matvec(X=X, C=C, V=V, bias=bias)
         elif X.stride(1) != 1 or C.stride(1) != 1 or max(X.stride(0), C.stride(0)) >= FARTHEST:
-            results[index] = pointwise.splitting_matvec(*layer)
+            results[index] = pointwise.splitting_matvec(X=X, C=C, V=V, bias=bias)
         else:
             one_each = V.numel() == V.shape[-1] * C.shape[1]
             groups.setdefault((X.device, X.dtype, one_each, bias, _alignment(layer)), []).append(index)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import launch
+from s3d_fast.maths.reference import KrylovState
 
 # The longest float32 vector that a program keeps in registers; a float64 vector may be half as long.
 WIDEST = 16384
@@ -88,28 +89,26 @@ def config(width: int) -> tuple[int, int, int]:
     return max(1, TILE // BD), BD, min(16, max(4, BD // 512))
 
 
-def krylov_extend(
-    basis: Tensor,
-    product: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    length: Tensor,
-    scale: Tensor,
-    step: int,
-    q: Tensor,  # (M, D), the next basis vectors; changed
-) -> None:
-    """Take one Lanczos step, as `s3d_fast.maths.reference.krylov_extend` defines it.
+def supports(state: KrylovState) -> bool:
+    """Return whether the kernel can extend these spaces: vectors that a program can hold, and contiguous tensors."""
+    if state.alpha.shape != state.beta.shape:
+        return False
+    if state.basis.shape[2] * state.basis.itemsize > WIDEST * torch.float32.itemsize:
+        return False
+    tensors = (state.basis, state.q, state.alpha, state.beta, state.length, state.scale)
+    return all(tensor.is_contiguous() for tensor in tensors)
 
-    D must be at most WIDEST, or half of that in float64; the state must be contiguous.
-    """
-    filters, capacity, D = basis.shape
+
+def krylov_extend(state: KrylovState, product: Tensor, step: int) -> None:
+    """Take one Lanczos step in spaces that the kernel supports, as `s3d_fast.maths.reference.krylov_extend` does."""
+    filters, capacity, D = state.basis.shape
     if filters == 0:
         return
     product = product if product.stride(1) == 1 else product.contiguous()
     BK, BD, warps = config(D)
-    noise = torch.finfo(basis.dtype).eps * (10 + D**0.5)
-    with launch.on_device(basis):
+    noise = torch.finfo(state.basis.dtype).eps * (10 + D**0.5)
+    with launch.on_device(state.basis):
         extend_kernel[(filters,)](
-            basis, product, alpha, beta, length, scale, q, step, D, capacity, product.stride(0),
-            alpha.stride(0), noise, BK=BK, BD=BD, num_warps=warps,
+            state.basis, product, state.alpha, state.beta, state.length, state.scale, state.q, step, D, capacity,
+            product.stride(0), state.alpha.stride(0), noise, BK=BK, BD=BD, num_warps=warps,
         )  # fmt: skip

@@ -237,7 +237,7 @@ def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype
     return launch.shared_memory(device, tiles, [BN * BD * size, BN * BM * size], config.stages)
 
 
-def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for at most WIDEST inputs, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
     (N, D), M, options = X.shape, C.shape[1], current()
     if V.numel() == 0 or N == 0:

@@ -227,7 +227,7 @@ def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
     return 1, torch.float32 if stored == torch.float16 and form != "rounded" else stored
 
 
-def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for a layer of any width, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
     (N, D), M, options = X.shape, C.shape[1], current()
     if V.numel() == 0 or N == 0:

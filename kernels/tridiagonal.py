@@ -179,7 +179,7 @@ def extremes_kernel(
             tl.store(x_first + i, tl.load(x_first + i, mask=regular, other=0.0) / norm, mask=regular)
 
 
-def tridiagonal_extremes(alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+def tridiagonal_extremes(*, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """Return the extreme eigenpairs, as `s3d_fast.maths.reference.tridiagonal_extremes` defines them."""
     alpha, beta = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (alpha, beta))
     filters, steps = alpha.shape

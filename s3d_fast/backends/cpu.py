@@ -12,7 +12,7 @@ from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base.dtypes import COMPUTE_DTYPES
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, Widening
+from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
 
 # The formulas of act'' in the extension, in the order of its enumeration `Curvature`.
 FORMULAS = ("none", "silu", "gelu", "gelu_tanh", "softplus", "tanh", "sigmoid", "elu", "hardswish", "gaussian")
@@ -30,41 +30,43 @@ class CpuBackend(Backend):
     def why_not_activation(self, activation: Activation) -> str:
         return "" if activation.formula is not None else f"it has no formula for {activation.name!r}"
 
-    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         return torch.ops.s3d_fast.splitting_matvec(X, C, V, bias)
 
     def splitting_matvec_grouped(
-        self, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
+        self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
     ) -> list[Tensor]:
         # Without tensors, the dispatcher cannot choose an operator.
         return torch.ops.s3d_fast.splitting_matvec_grouped(X, C, V, bias) if X else []
 
-    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+    def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return torch.ops.s3d_fast.splitting_matrices(X, C, bias)
 
-    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+    def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
         if S.is_contiguous():
             torch.ops.s3d_fast.add_splitting_matrices(S, X, C, bias, weight)
         else:
-            S.add_(self.splitting_matrices(X, C, bias), alpha=weight)
+            S.add_(self.splitting_matrices(X=X, C=C, bias=bias), alpha=weight)
 
-    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
-        return REFERENCE.conv_matvec(X, C, V, geometry, bias)
+    def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+        return REFERENCE.conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
 
     def edgeconv_matvec(
-        self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
     ) -> Tensor:
         return torch.ops.s3d_fast.edgeconv_matvec(X, winner, C, V, bias)
 
     def curvature_coefficients(
-        self, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
     ) -> Tensor:
         last = g.dim() - 1
         if axis != last and not g.is_contiguous():
             # Channels that are innermost in memory become the last dimension, without a copy.
             g_last, z_last = g.movedim(axis, -1), z.movedim(axis, -1)
             if g_last.is_contiguous() and z_last.is_contiguous():
-                C = self.curvature_coefficients(g_last, z_last, activation, scale, last, inplace)
+                C = self.curvature_coefficients(
+                    g=g_last, z=z_last, activation=activation, scale=scale, axis=last, inplace=inplace
+                )
                 return g if inplace else C.movedim(-1, axis)
         formula = activation.formula
         assert formula is not None
@@ -79,21 +81,11 @@ class CpuBackend(Backend):
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return torch.ops.s3d_fast.grow_weights(*map(list, zip(*widenings, strict=True))) if widenings else []
 
-    def krylov_extend(
-        self,
-        basis: Tensor,
-        product: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        length: Tensor,
-        scale: Tensor,
-        step: int,
-        q: Tensor,
-    ) -> None:
-        torch.ops.s3d_fast.krylov_extend(basis, product, alpha, beta, length, scale, step)
-        q.copy_(basis[:, step + 1])
+    def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
+        torch.ops.s3d_fast.krylov_extend(state.basis, product, state.alpha, state.beta, state.length, state.scale, step)
+        state.q.copy_(state.basis[:, step + 1])
 
-    def tridiagonal_extremes(self, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.s3d_fast.tridiagonal_extremes(alpha, beta, length)
 
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:

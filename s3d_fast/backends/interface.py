@@ -1,8 +1,9 @@
 """The operations that every backend provides.
 
 Arguments are checked before they get here: by `operations`, or when an operator is built. A backend checks them again
-only where a bad value would make it access memory out of bounds. Shapes: N rows, D parameters per filter, M filters, K
-vectors per filter.
+only where a bad value would make it access memory out of bounds. An operation takes at most one tensor by position: the
+others go by name, so that mypy sees a call that confuses two of them. Shapes: N rows, D parameters per filter, M
+filters, K vectors per filter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, Widening
+from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
 
 
 class Backend(ABC):
@@ -36,36 +37,36 @@ class Backend(ABC):
         """Return why `curvature_coefficients` cannot take this activation; empty if it can."""
 
     @abstractmethod
-    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         """Return S_j v_j for all filters of one layer."""
 
     @abstractmethod
     def splitting_matvec_grouped(
-        self, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
+        self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
     ) -> list[Tensor]:
         """Return S_j v_j for all filters of many layers."""
 
     @abstractmethod
-    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+    def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         """Return the matrices S_j of one layer, in the dtype of the computation."""
 
     @abstractmethod
-    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+    def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
         """Add `weight` times the matrices of one layer to S."""
 
     @abstractmethod
-    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+    def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         """Return S_j v_j for all filters of a convolution."""
 
     @abstractmethod
     def edgeconv_matvec(
-        self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
     ) -> Tensor:
         """Return S_j v_j for all filters of an EdgeConv layer; `incoming` is `incoming_edges(winner)`, if known."""
 
     @abstractmethod
     def curvature_coefficients(
-        self, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
     ) -> Tensor:
         """Return C = g act''(z) s^2; with `inplace`, written over g."""
 
@@ -78,21 +79,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def krylov_extend(
-        self,
-        basis: Tensor,
-        product: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        length: Tensor,
-        scale: Tensor,
-        step: int,
-        q: Tensor,  # (M, D); changed
-    ) -> None:
-        """Take one Lanczos step in every space of a basis; q becomes basis[:, step + 1]."""
+    def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
+        """Take one Lanczos step in every space of `state`; `product` is S q."""
 
     @abstractmethod
-    def tridiagonal_extremes(self, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Return the extreme eigenpairs of symmetric tridiagonal matrices."""
 
     @abstractmethod

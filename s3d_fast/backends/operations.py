@@ -49,7 +49,7 @@ def splitting_matvec(
     """
     require_rows(X, C, check_finite)
     require_vectors(V, C.shape[1], X.shape[1] + bias, dtypes.compute_dtype(X.dtype), X.device)
-    return choose(backend, X, C, V).splitting_matvec(X, C, V, bias)
+    return choose(backend, X, C, V).splitting_matvec(X=X, C=C, V=V, bias=bias)
 
 
 def splitting_matvec_grouped(
@@ -81,7 +81,7 @@ def splitting_matvec_grouped(
     for x, c, v, has_bias in zip(X, C, V, bias, strict=True):
         require_rows(x, c, check_finite)
         require_vectors(v, c.shape[1], x.shape[1] + has_bias, dtypes.compute_dtype(x.dtype), x.device)
-    return choose(backend, *X, *C, *V).splitting_matvec_grouped(X, C, V, bias)
+    return choose(backend, *X, *C, *V).splitting_matvec_grouped(X=X, C=C, V=V, bias=bias)
 
 
 def splitting_matrices(
@@ -99,7 +99,7 @@ def splitting_matrices(
     Raises: as `splitting_matvec`.
     """
     require_rows(X, C, check_finite)
-    return choose(backend, X, C).splitting_matrices(X, C, bias)
+    return choose(backend, X, C).splitting_matrices(X=X, C=C, bias=bias)
 
 
 def add_splitting_matrices(
@@ -124,7 +124,7 @@ def add_splitting_matrices(
     require.shape("S", S, (C.shape[1], width, width))
     require.agreement("S", S, "X", X, dtype=dtypes.compute_dtype(X.dtype))
     require.number("weight", weight)
-    choose(backend, S, X, C).add_splitting_matrices(S, X, C, bias, weight)
+    choose(backend, S, X, C).add_splitting_matrices(S=S, X=X, C=C, bias=bias, weight=weight)
     return S
 
 
@@ -150,7 +150,7 @@ def conv_matvec(
     geometry = require_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
     width = X.shape[1] * geometry.kernel_size[0] * geometry.kernel_size[1] + bias
     require_vectors(V, C.shape[1], width, dtypes.compute_dtype(X.dtype), X.device)
-    return choose(backend, X, C, V).conv_matvec(X, C, V, geometry, bias)
+    return choose(backend, X, C, V).conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
 
 
 def edgeconv_matvec(
@@ -182,7 +182,7 @@ def edgeconv_matvec(
     chosen = choose(backend, X, C, V)
     if incoming is not None and chosen.uses_incoming:
         require_incoming(incoming, winner, check_finite)
-    return chosen.edgeconv_matvec(X, winner, C, V, bias, incoming)
+    return chosen.edgeconv_matvec(X=X, winner=winner, C=C, V=V, bias=bias, incoming=incoming)
 
 
 def curvature_coefficients(
@@ -237,7 +237,7 @@ def unchecked_curvature(
     why_not = chosen.why_not_dtype(g.dtype) or chosen.why_not_activation(activation)
     if why_not:
         chosen = _instead_of(chosen, why_not, backend)
-    return chosen.curvature_coefficients(g, z, activation, scale, axis, inplace)
+    return chosen.curvature_coefficients(g=g, z=z, activation=activation, scale=scale, axis=axis, inplace=inplace)
 
 
 def grow_weights(widenings: Sequence[Widening], *, backend: str = "auto") -> list[Tensor]:

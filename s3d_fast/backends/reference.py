@@ -12,7 +12,7 @@ from s3d_fast.base.dtypes import compute_dtype
 from s3d_fast.maths import reference
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, Widening
+from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
 
 
 class ReferenceBackend(Backend):
@@ -26,30 +26,30 @@ class ReferenceBackend(Backend):
     def why_not_activation(self, activation: Activation) -> str:
         return ""
 
-    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         return reference.splitting_matvec(X, C, V, bias)
 
     def splitting_matvec_grouped(
-        self, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
+        self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
     ) -> list[Tensor]:
         return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
 
-    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+    def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return reference.splitting_matrices(X, C, bias, compute_dtype(X.dtype))
 
-    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
-        S.add_(self.splitting_matrices(X, C, bias), alpha=weight)
+    def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+        S.add_(self.splitting_matrices(X=X, C=C, bias=bias), alpha=weight)
 
-    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+    def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return reference.conv_matvec(X, C, V, *geometry, bias)
 
     def edgeconv_matvec(
-        self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
     ) -> Tensor:
         return reference.edgeconv_matvec(X, winner, C, V, bias)
 
     def curvature_coefficients(
-        self, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
     ) -> Tensor:
         C = reference.curvature_coefficients(g, z, activation, scale, axis)
         return g.copy_(C) if inplace else C
@@ -57,21 +57,10 @@ class ReferenceBackend(Backend):
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return [reference.grow_weight(*widening) for widening in widenings]
 
-    def krylov_extend(
-        self,
-        basis: Tensor,
-        product: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        length: Tensor,
-        scale: Tensor,
-        step: int,
-        q: Tensor,
-    ) -> None:
-        reference.krylov_extend(basis, product, alpha, beta, length, scale, step)
-        q.copy_(basis[:, step + 1])
+    def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
+        reference.krylov_extend(state, product, step)
 
-    def tridiagonal_extremes(self, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return reference.tridiagonal_extremes(alpha, beta, length)
 
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from s3d_fast.base import require
 from s3d_fast.kernels import curvature, edgeconv, grouped, krylov, pointwise, pointwise_wide, surgery, tridiagonal
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming, incoming_edges
-from s3d_fast.maths.reference import ConvGeometry, Widening
+from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
 
 
 class TritonBackend(Backend):
@@ -29,37 +29,37 @@ class TritonBackend(Backend):
         known = activation.formula is not None and len(activation.kinks) <= curvature.MOST_KINKS
         return "" if known else f"it has no formula for {activation.name!r}"
 
-    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         family = pointwise.splitting_matvec if X.shape[1] <= pointwise.WIDEST else pointwise_wide.splitting_matvec
-        return family(X, C, V, bias)
+        return family(X=X, C=C, V=V, bias=bias)
 
     def splitting_matvec_grouped(
-        self, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
+        self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
     ) -> list[Tensor]:
-        return grouped.splitting_matvec_grouped([grouped.Member(*layer) for layer in zip(X, C, V, bias, strict=True)])
+        layers = zip(X, C, V, bias, strict=True)
+        return grouped.splitting_matvec_grouped([grouped.Member(X=x, C=c, V=v, bias=b) for x, c, v, b in layers])
 
-    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
-        return REFERENCE.splitting_matrices(X, C, bias)
+    def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+        return REFERENCE.splitting_matrices(X=X, C=C, bias=bias)
 
-    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
-        REFERENCE.add_splitting_matrices(S, X, C, bias, weight)
+    def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+        REFERENCE.add_splitting_matrices(S=S, X=X, C=C, bias=bias, weight=weight)
 
-    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
-        return REFERENCE.conv_matvec(X, C, V, geometry, bias)
+    def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+        return REFERENCE.conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
 
     def edgeconv_matvec(
-        self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
     ) -> Tensor:
-        return edgeconv.edgeconv_matvec(X, incoming or incoming_edges(winner), C, V, bias)
+        edges = incoming or incoming_edges(winner)
+        return edgeconv.edgeconv_matvec(X=X, incoming=edges, C=C, V=V, bias=bias)
 
     def curvature_coefficients(
-        self, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
     ) -> Tensor:
-        if not inplace:
-            return curvature.curvature_coefficients(g, z, activation, scale, axis)
-        if g.is_contiguous():
-            return curvature.curvature_coefficients(g, z, activation, scale, axis, out=g)
-        return g.copy_(curvature.curvature_coefficients(g, z, activation, scale, axis))
+        out = g if inplace and g.is_contiguous() else None
+        C = curvature.curvature_coefficients(g=g, z=z, activation=activation, scale=scale, axis=axis, out=out)
+        return g.copy_(C) if inplace and out is None else C
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         for widening in widenings:
@@ -67,26 +67,12 @@ class TritonBackend(Backend):
         _require_indices(widenings)
         return [surgery.grow_weight(widening) for widening in widenings]
 
-    def krylov_extend(
-        self,
-        basis: Tensor,
-        product: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        length: Tensor,
-        scale: Tensor,
-        step: int,
-        q: Tensor,
-    ) -> None:
-        state = (alpha, beta, length, scale)
-        is_dense = all(tensor.is_contiguous() for tensor in (basis, q, *state)) and alpha.shape == beta.shape
-        if is_dense and basis.shape[2] * basis.itemsize <= krylov.WIDEST * torch.float32.itemsize:
-            krylov.krylov_extend(basis, product, *state, step, q)
-        else:
-            REFERENCE.krylov_extend(basis, product, *state, step, q)
+    def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
+        extend = krylov.krylov_extend if krylov.supports(state) else REFERENCE.krylov_extend
+        extend(state, product, step)
 
-    def tridiagonal_extremes(self, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        return tridiagonal.tridiagonal_extremes(alpha, beta, length)
+    def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        return tridiagonal.tridiagonal_extremes(alpha=alpha, beta=beta, length=length)
 
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
         return REFERENCE.symmetric_extremes(S)

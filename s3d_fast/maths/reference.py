@@ -7,6 +7,7 @@ leading dimensions of V (written `...`) hold several vectors per filter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -197,19 +198,28 @@ def grow_weight(
     return result
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KrylovState:
+    """The Krylov spaces of M filters; `krylov_extend` changes every tensor in place."""
+
+    basis: Tensor  # (M, capacity, D), orthonormal vectors
+    q: Tensor  # (M, D), the last vector of every basis
+    alpha: Tensor  # (M, capacity), the diagonal of T = Q^T S Q
+    beta: Tensor  # (M, capacity), its off-diagonal; beta[:, k] couples vector k to vector k + 1
+    length: Tensor  # (M,), int64, the dimension of each space
+    scale: Tensor  # (M,), the largest entry of T so far
+
+
 def krylov_extend(
-    basis: Tensor,  # (M, capacity, D), orthonormal; changed
-    product: Tensor,  # (M, D), S q for the last vector q = basis[:, step]
-    alpha: Tensor,  # (M, capacity), the diagonal of T = Q^T S Q; changed
-    beta: Tensor,  # (M, capacity), its off-diagonal; beta[:, k] couples vector k to vector k + 1; changed
-    length: Tensor,  # (M,), int64, the dimension of each space; changed
-    scale: Tensor,  # (M,), the largest entry of T so far; changed
+    state: KrylovState,
+    product: Tensor,  # (M, D), S q for q = basis[:, step]
     step: int,
 ) -> None:
-    """Turn S q into the next basis vector of every Krylov space, and write it to basis[:, step + 1].
+    """Turn S q into the next basis vector of every Krylov space, and write it to basis[:, step + 1] and to q.
 
     A space that S maps into itself is exhausted: it gets the coupling 0 and the zero vector, and stops growing.
     """
+    basis, beta, length, scale = state.basis, state.beta, state.length, state.scale
     width = basis.shape[2]
     done = beta[:, step - 1] == 0 if step else torch.zeros_like(length, dtype=torch.bool)
     space = basis[:, : step + 1]
@@ -225,9 +235,10 @@ def krylov_extend(
         exhausted = torch.ones_like(exhausted)
     length.copy_(torch.where(done, length, step + 1))
     scale.copy_(torch.where(done, scale, largest))
-    alpha[:, step] = torch.where(done, 0, a)
+    state.alpha[:, step] = torch.where(done, 0, a)
     beta[:, step] = torch.where(exhausted, 0, b)
     basis[:, step + 1] = torch.where(exhausted.unsqueeze(-1), 0, product / b.unsqueeze(-1))
+    state.q.copy_(basis[:, step + 1])
 
 
 def tridiagonal_extremes(

@@ -57,7 +57,8 @@ class ConvOperator(SplittingOperator):
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
-        return choose(backend, self.X, self.C, V).conv_matvec(self.X, self.C, V, self.geometry, self.bias)
+        chosen = choose(backend, self.X, self.C, V)
+        return chosen.conv_matvec(X=self.X, C=self.C, V=V, geometry=self.geometry, bias=self.bias)
 
     def restrict(self, filters: Tensor) -> ConvOperator:
         return restricted(self, filters, C=1)

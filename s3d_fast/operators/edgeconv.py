@@ -35,7 +35,9 @@ class EdgeConvOperator(SplittingOperator):
         if self._incoming is None and chosen.uses_incoming:
             # Sort once: all products have the same winners.
             self._incoming = incoming_edges(self.winner)
-        return chosen.edgeconv_matvec(self.X, self.winner, self.C, V, self.bias, self._incoming)
+        return chosen.edgeconv_matvec(
+            X=self.X, winner=self.winner, C=self.C, V=V, bias=self.bias, incoming=self._incoming
+        )
 
     def restrict(self, filters: Tensor) -> EdgeConvOperator:
         rest = restricted(self, filters, winner=2, C=2)

@@ -27,7 +27,7 @@ class PointwiseOperator(SplittingOperator):
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
-        return choose(backend, self.X, self.C, V).splitting_matvec(self.X, self.C, V, self.bias)
+        return choose(backend, self.X, self.C, V).splitting_matvec(X=self.X, C=self.C, V=V, bias=self.bias)
 
     def restrict(self, filters: Tensor) -> PointwiseOperator:
         return restricted(self, filters, C=1)
@@ -36,12 +36,12 @@ class PointwiseOperator(SplittingOperator):
         return mean_of_rows(self.X, self.bias)
 
     def dense(self, backend: str = "auto") -> Tensor:
-        return choose(backend, self.X, self.C).splitting_matrices(self.X, self.C, self.bias)
+        return choose(backend, self.X, self.C).splitting_matrices(X=self.X, C=self.C, bias=self.bias)
 
     def add_dense(self, matrices: Tensor, weight: float = 1.0, backend: str = "auto") -> None:
         """Add `weight` times the matrices to `matrices`, (M, D, D), in one pass over the rows."""
         chosen = choose(backend, matrices, self.X, self.C)
-        chosen.add_splitting_matrices(matrices, self.X, self.C, self.bias, weight)
+        chosen.add_splitting_matrices(S=matrices, X=self.X, C=self.C, bias=self.bias, weight=weight)
 
     def row_terms(self) -> list[tuple[PointwiseOperator, float]]:
         return [(self, 1.0)]

@@ -36,7 +36,7 @@ def matvec_all(
     X, C = [term.X for _, term, _ in rows], [term.C for _, term, _ in rows]
     V_of_rows = [vectors[index] for index, _, _ in rows]
     bias = [term.bias for _, term, _ in rows]
-    products = choose(backend, *X, *C, *V_of_rows).splitting_matvec_grouped(X, C, V_of_rows, bias)
+    products = choose(backend, *X, *C, *V_of_rows).splitting_matvec_grouped(X=X, C=C, V=V_of_rows, bias=bias)
     for (index, _, weight), product in zip(rows, products, strict=True):
         total = results[index]
         if total is None:

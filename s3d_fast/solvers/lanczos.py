@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 from s3d_fast.backends.choice import choose
 from s3d_fast.backends.interface import Backend
 from s3d_fast.base import require
+from s3d_fast.maths.reference import KrylovState
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.solvers.solver import Eigenproblem, Solver, counted
 from s3d_fast.solvers.spectrum import Found, Spectrum, spectrum, unit_vectors
@@ -216,15 +217,22 @@ class _Lockstep:
         if spaces.steps + 1 == self.alpha.shape[1]:
             self.alpha, self.beta = (_enlarged(tensor, 2 * spaces.steps + 1) for tensor in (self.alpha, self.beta))
         own = self.own[spaces]
-        state = (self.alpha[own], self.beta[own], self.length[own], self.scale[own])
-        self.backend.krylov_extend(spaces.basis, product, *state, spaces.steps, spaces.q)
+        state = KrylovState(
+            basis=spaces.basis,
+            q=spaces.q,
+            alpha=self.alpha[own],
+            beta=self.beta[own],
+            length=self.length[own],
+            scale=self.scale[own],
+        )
+        self.backend.krylov_extend(state, product, spaces.steps)
         spaces.steps += 1
 
     def progress(self) -> Tensor:  # (2, filters), bool
         """Find the Ritz vectors; return which filters have converged, and which of them may leave."""
         steps = max(spaces.steps for spaces in self.layers)
         alpha, beta = self.alpha[:, :steps], self.beta[:, :steps]
-        self.values, self.ritz = self.backend.tridiagonal_extremes(alpha, beta, self.length)
+        self.values, self.ritz = self.backend.tridiagonal_extremes(alpha=alpha, beta=beta, length=self.length)
         radius = self.values.abs().amax(-1)
         # |S Q s - theta Q s| = beta_k |s_k|; an exhausted space has no coupling left.
         coupling = beta[:, -1].double()

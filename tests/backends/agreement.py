@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import register_dataclass, tree_leaves, tree_map_only
 
 from s3d_fast import Activation, activation
 from s3d_fast.backends import operations
 from s3d_fast.backends.interface import Backend
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import incoming_edges
-from s3d_fast.maths.reference import ConvGeometry, Widening
+from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
 from tests.cases import (
     ENTRY_TOLERANCE,
     TOLERANCE,
@@ -26,43 +26,45 @@ from tests.cases import (
     relative_error,
 )
 
+Arguments = dict[str, Any]
+# So that functions on trees of tensors reach those of a state.
+register_dataclass(KrylovState)
+
 
 class Definitions:
     """Every operation of `Backend` by `maths.reference` alone: what its arguments become, and what it returns."""
 
-    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         return reference.splitting_matvec(X, C, V, bias)
 
-    def splitting_matvec_grouped(self, X: Any, C: Any, V: Any, bias: Any) -> list[Tensor]:
+    def splitting_matvec_grouped(self, *, X: Any, C: Any, V: Any, bias: Any) -> list[Tensor]:
         return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
 
-    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+    def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return reference.splitting_matrices(X, C, bias)
 
-    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+    def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
         S += weight * reference.splitting_matrices(X, C, bias)
 
-    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+    def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return reference.conv_matvec(X, C, V, *geometry, bias)
 
-    def edgeconv_matvec(self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, _: object) -> Tensor:
+    def edgeconv_matvec(self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Any) -> Tensor:
         return reference.edgeconv_matvec(X, winner, C, V, bias)
 
     def curvature_coefficients(
-        self, g: Tensor, z: Tensor, act: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
     ) -> Tensor:
-        C = reference.curvature_coefficients(g, z, act, scale, axis)
+        C = reference.curvature_coefficients(g, z, activation, scale, axis)
         return g.copy_(C) if inplace else C
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return [reference.grow_weight(*widening) for widening in widenings]
 
-    def krylov_extend(self, basis: Tensor, product: Tensor, *state: Any) -> None:
-        *numbers, step, q = state
-        reference.krylov_extend(basis, product, *numbers, step)
-        q.copy_(basis[:, step + 1])
+    def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
+        reference.krylov_extend(state, product, step)
 
-    def tridiagonal_extremes(self, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return reference.tridiagonal_extremes(alpha, beta, length)
 
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,54 +77,60 @@ class PublicOperations:
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    def splitting_matvec(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+    def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         return operations.splitting_matvec(X, C, V, bias=bias, backend=self.backend)
 
-    def splitting_matvec_grouped(self, X: Any, C: Any, V: Any, bias: Any) -> list[Tensor]:
+    def splitting_matvec_grouped(self, *, X: Any, C: Any, V: Any, bias: Any) -> list[Tensor]:
         return operations.splitting_matvec_grouped(X, C, V, bias=bias, backend=self.backend)
 
-    def splitting_matrices(self, X: Tensor, C: Tensor, bias: bool) -> Tensor:
+    def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return operations.splitting_matrices(X, C, bias=bias, backend=self.backend)
 
-    def add_splitting_matrices(self, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
+    def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
         assert operations.add_splitting_matrices(S, X, C, weight, bias=bias, backend=self.backend) is S
 
-    def conv_matvec(self, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
+    def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return operations.conv_matvec(X, C, V, **geometry._asdict(), bias=bias, backend=self.backend)
 
-    def edgeconv_matvec(self, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Any) -> Tensor:
+    def edgeconv_matvec(self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Any) -> Tensor:
         return operations.edgeconv_matvec(X, winner, C, V, bias=bias, incoming=incoming, backend=self.backend)
 
     def curvature_coefficients(
-        self, g: Tensor, z: Tensor, act: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
     ) -> Tensor:
-        return operations.curvature_coefficients(g, z, act, scale, axis=axis, inplace=inplace, backend=self.backend)
+        settings = {"axis": axis, "inplace": inplace, "backend": self.backend}
+        return operations.curvature_coefficients(g, z, activation, scale, **settings)
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return operations.grow_weights(widenings, backend=self.backend)
 
 
-# Which arguments an operation may change.
-CHANGED = {"add_splitting_matrices": {0}, "krylov_extend": {0, 2, 3, 4, 5, 7}}
+# The argument that an operation changes.
+CHANGED = {"add_splitting_matrices": "S", "krylov_extend": "state"}
 DEFINITIONS = Definitions()
 
 
-def assert_agrees(backend: Backend | PublicOperations, name: str, *arguments: Any, label: object = "") -> Any:
+def changed_by(name: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return the argument that a call of an operation changes."""
+    return "g" if arguments.get("inplace") else CHANGED.get(name)
+
+
+def assert_agrees(backend: Backend | PublicOperations, name: str, *, label: object = "", **arguments: Any) -> Any:
     """Check an operation against its definition in float64, and every argument afterwards; return the result."""
     wide = tree_map_only(Tensor, _in_float64, arguments)
-    expected = getattr(DEFINITIONS, name)(*wide)
+    expected = getattr(DEFINITIONS, name)(**wide)
     before = tree_map_only(Tensor, Tensor.clone, arguments)
-    result = getattr(backend, name)(*arguments)
-    is_inplace = name == "curvature_coefficients" and arguments[5]
-    changed = {0} if is_inplace else CHANGED.get(name, set())
+    result = getattr(backend, name)(**arguments)
+    changed = changed_by(name, arguments)
     table = ENTRY_TOLERANCE if name in ("curvature_coefficients", "grow_weights") else TOLERANCE
-    for place, now in enumerate(arguments):
-        if place in changed:
-            # Numbers of steps are exact.
-            assert_close(now, wide[place], table.get(now.dtype, 0), f"{label}: argument {place}")
+    for argument, now in arguments.items():
+        if argument == changed:
+            for tensor, truth in zip(tree_leaves(now), tree_leaves(wide[argument]), strict=True):
+                # Numbers of steps are exact.
+                assert_close(tensor, truth, table.get(tensor.dtype, 0), f"{label}: {argument}")
         else:
-            assert_unchanged(now, before[place], f"{label}: argument {place} of {name}")
-    assert not is_inplace or result is arguments[0], label
+            assert_unchanged(now, before[argument], f"{label}: {argument} of {name}")
+    assert not arguments.get("inplace") or result is arguments["g"], label
     if expected is None:
         assert result is None, label
         return None
@@ -161,82 +169,104 @@ def _turn(expected: Tensor, found: Tensor) -> None:
     expected *= torch.where((expected * found).sum(-1, keepdim=True) < 0, -1.0, 1.0)
 
 
-def _result_dtypes(name: str, arguments: Sequence[Any]) -> list[torch.dtype]:
+def _result_dtypes(name: str, arguments: Mapping[str, Any]) -> list[torch.dtype]:
     if name.endswith("extremes"):
         return [torch.float64] * 2
     if name == "splitting_matvec_grouped":
-        return [compute_dtype(X.dtype) for X in arguments[0]]
+        return [compute_dtype(X.dtype) for X in arguments["X"]]
     if name == "grow_weights":
-        return [widening.weight.dtype for widening in arguments[0]]
-    stored = arguments[0].dtype
-    return [stored if name == "curvature_coefficients" else compute_dtype(stored)]
+        return [widening.weight.dtype for widening in arguments["widenings"]]
+    return [arguments["g"].dtype] if name == "curvature_coefficients" else [compute_dtype(arguments["X"].dtype)]
 
 
-def krylov_state(M: int, capacity: int, D: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return basis, alpha, beta, length and scale before the first step; NaN where nothing has been written."""
+def krylov_state(M: int, capacity: int, D: int, dtype: torch.dtype) -> KrylovState:
+    """Return the state before the first step; NaN where nothing has been written."""
     basis = torch.full((M, capacity, D), torch.nan, dtype=dtype)
     basis[:, 0] = torch.nn.functional.normalize(random_tensor(M, D, dtype=dtype, seed=1), dim=-1)
-    numbers = [torch.full((M, capacity), torch.nan, dtype=dtype) for _ in range(2)]
-    return [basis, *numbers, torch.zeros(M, dtype=torch.int64), torch.zeros(M, dtype=dtype)]
+    return KrylovState(
+        basis=basis,
+        q=torch.full((M, D), torch.nan, dtype=dtype),
+        alpha=torch.full((M, capacity), torch.nan, dtype=dtype),
+        beta=torch.full((M, capacity), torch.nan, dtype=dtype),
+        length=torch.zeros(M, dtype=torch.int64),
+        scale=torch.zeros(M, dtype=dtype),
+    )
 
 
-def _rows(case: RowsCase) -> tuple[Any, ...]:
-    return (*case.tensors(), case.vectors(), case.bias)
+def rows_of(case: RowsCase) -> Arguments:
+    """Return the arguments of `splitting_matvec`."""
+    X, C = case.tensors()
+    return {"X": X, "C": C, "V": case.vectors(), "bias": case.bias}
 
 
-def _edges(incoming: bool) -> tuple[Any, ...]:
-    case = EdgeCase(2, 13, 6, 4, 5, bias=True, K=2)
+def layers_of(layers: Sequence[Arguments]) -> Arguments:
+    """Return the arguments of `splitting_matvec_grouped`, made of those of every layer."""
+    return {name: [layer[name] for layer in layers] for name in ("X", "C", "V", "bias")}
+
+
+def edges_of(case: EdgeCase, incoming: bool = False) -> Arguments:
+    """Return the arguments of `edgeconv_matvec`."""
     X, winner, C = case.won()
-    return X, winner, C, case.vectors(), True, incoming_edges(winner) if incoming else None
+    edges = incoming_edges(winner) if incoming else None
+    return {"X": X, "winner": winner, "C": C, "V": case.vectors(), "bias": case.bias, "incoming": edges}
 
 
-def _conv() -> tuple[Any, ...]:
-    case = ConvCase(2, 3, 9, 8, 4, k=(2, 3), s=(2, 1), p=(0, 2), d=(3, 2), bias=True, K=2)
-    return *case.tensors(), case.vectors(), ConvGeometry(case.k, case.s, case.p, case.d), True
+def conv_of(case: ConvCase) -> Arguments:
+    """Return the arguments of `conv_matvec`."""
+    X, C = case.tensors()
+    geometry = ConvGeometry(case.k, case.s, case.p, case.d)
+    return {"X": X, "C": C, "V": case.vectors(), "geometry": geometry, "bias": case.bias}
 
 
-def _curvature(axis: int, inplace: bool) -> tuple[Any, ...]:
+def _curvature(axis: int, inplace: bool) -> Arguments:
     g, z, scale = random_tensor(5, 7, 3), 4 * random_tensor(5, 7, 3, seed=1), random_tensor((5, 7, 3)[axis], seed=2)
-    return g, z, activation("hardswish"), scale, axis, inplace
+    return {"g": g, "z": z, "activation": activation("hardswish"), "scale": scale, "axis": axis, "inplace": inplace}
 
 
-def _grow() -> tuple[Any, ...]:
+def _grow() -> Arguments:
     weight, rows, columns = random_tensor(4, 6, 3), torch.tensor([3, 0, 0, 1, 2]), torch.tensor([5, 0, 0, 2])
     shift, shift_rows = random_tensor(3, 6, 3, seed=2), torch.tensor([-1, 2, 0, 0, -1])
     scales = random_tensor(5, seed=1), random_tensor(4, seed=3)
     full = Widening(weight, rows, scales[0], shift, shift_rows, columns, scales[1], 0.3)
     single = Widening(random_tensor(2, 3, dtype=torch.float32), torch.tensor([1, 0, 1]))
-    return ([full, single, Widening(random_tensor(5), torch.tensor([4, 4, 0]))],)
+    return {"widenings": [full, single, Widening(random_tensor(5), torch.tensor([4, 4, 0]))]}
 
 
-def _krylov() -> tuple[Any, ...]:
-    state = krylov_state(3, 4, 9, torch.float64)
-    return state[0], random_tensor(3, 9, seed=5), *state[1:], 0, torch.full((3, 9), torch.nan, dtype=torch.float64)
+def _krylov() -> Arguments:
+    return {"state": krylov_state(3, 4, 9, torch.float64), "product": random_tensor(3, 9, seed=5), "step": 0}
 
 
-def _matrices(transposed: bool) -> tuple[Any, ...]:
-    case = RowsCase(97, 9, 5, bias=True)
+def _tridiagonal() -> Arguments:
+    return {"alpha": random_tensor(3, 5), "beta": random_tensor(3, 5, seed=1), "length": torch.tensor([5, 1, 3])}
+
+
+def _matrices() -> Arguments:
+    X, C = RowsCase(97, 9, 5).tensors()
+    return {"X": X, "C": C, "bias": True}
+
+
+def _sum_of_matrices(transposed: bool) -> Arguments:
     S = random_tensor(5, 10, 10, seed=4)
-    return S.mT.contiguous().mT if transposed else S, *case.tensors(), True, -0.3
+    return {"S": S.mT.contiguous().mT if transposed else S, **_matrices(), "weight": -0.3}
 
 
 # One call of every operation that leaves no argument out; what distinguishes two calls of one stands after a colon.
-EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "splitting_matvec": lambda: _rows(RowsCase(130, 20, 9, bias=True, K=2)),
-    "splitting_matvec:wide": lambda: _rows(RowsCase(130, 270, 9, bias=True, K=2)),
-    "splitting_matvec_grouped": lambda: tuple(
-        map(list, zip(_rows(RowsCase(70, 20, 9, bias=True)), _rows(RowsCase(600, 16, 32, K=2)), strict=True))
+EXAMPLES: dict[str, Callable[[], Arguments]] = {
+    "splitting_matvec": lambda: rows_of(RowsCase(130, 20, 9, bias=True, K=2)),
+    "splitting_matvec:wide": lambda: rows_of(RowsCase(130, 270, 9, bias=True, K=2)),
+    "splitting_matvec_grouped": lambda: layers_of(
+        [rows_of(RowsCase(70, 20, 9, bias=True)), rows_of(RowsCase(600, 16, 32, K=2))]
     ),
-    "splitting_matrices": lambda: (*RowsCase(97, 9, 5).tensors(), True),
-    "add_splitting_matrices": lambda: _matrices(False),
-    "add_splitting_matrices:transposed": lambda: _matrices(True),
-    "conv_matvec": _conv,
-    "edgeconv_matvec": lambda: _edges(False),
-    "edgeconv_matvec:incoming": lambda: _edges(True),
+    "splitting_matrices": _matrices,
+    "add_splitting_matrices": lambda: _sum_of_matrices(False),
+    "add_splitting_matrices:transposed": lambda: _sum_of_matrices(True),
+    "conv_matvec": lambda: conv_of(ConvCase(2, 3, 9, 8, 4, k=(2, 3), s=(2, 1), p=(0, 2), d=(3, 2), bias=True, K=2)),
+    "edgeconv_matvec": lambda: edges_of(EdgeCase(2, 13, 6, 4, 5, bias=True, K=2)),
+    "edgeconv_matvec:incoming": lambda: edges_of(EdgeCase(2, 13, 6, 4, 5, bias=True, K=2), incoming=True),
     "curvature_coefficients": lambda: _curvature(1, False),
     "curvature_coefficients:inplace": lambda: _curvature(0, True),
     "grow_weights": _grow,
     "krylov_extend": _krylov,
-    "tridiagonal_extremes": lambda: (random_tensor(3, 5), random_tensor(3, 5, seed=1), torch.tensor([5, 1, 3])),
-    "symmetric_extremes": lambda: (random_tensor(3, 5, 5) + random_tensor(3, 5, 5).mT,),
+    "tridiagonal_extremes": _tridiagonal,
+    "symmetric_extremes": lambda: {"S": random_tensor(3, 5, 5) + random_tensor(3, 5, 5).mT},
 }

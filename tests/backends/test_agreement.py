@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +21,16 @@ from s3d_fast.backends.interface import Backend
 from s3d_fast.maths.incoming import incoming_edges
 from s3d_fast.maths.reference import ConvGeometry
 from tests.backends.agreement import (
-    CHANGED,
     EXAMPLES,
     Definitions,
     PublicOperations,
     assert_agrees,
     assert_unchanged,
+    changed_by,
+    conv_of,
+    edges_of,
+    layers_of,
+    rows_of,
 )
 from tests.cases import (
     CONVS,
@@ -82,15 +86,16 @@ def test_every_operation_agrees_in_every_layout(backend: Backend, example: str, 
         buffers.append(buffer)
         return view
 
-    changed = {0} if example.endswith("inplace") else CHANGED.get(name, set())
-    arguments = [
-        argument if place in changed else tree_map_only(Tensor, lay_out, argument)
-        for place, argument in enumerate(EXAMPLES[example]())
-    ]
+    given = EXAMPLES[example]()
+    changed = changed_by(name, given)
+    arguments = {
+        argument: value if argument == changed else tree_map_only(Tensor, lay_out, value)
+        for argument, value in given.items()
+    }
     if example == "edgeconv_matvec:incoming":
-        arguments[5] = incoming_edges(arguments[1])
+        arguments["incoming"] = incoming_edges(arguments["winner"])
     before = [buffer.clone() for buffer in buffers]
-    assert_agrees(backend, name, *arguments)
+    assert_agrees(backend, name, **arguments)
     # What surrounds the arguments is NaN: had it been used, the result would be so too.
     assert_unchanged(buffers, before, "what surrounds an argument")
 
@@ -98,33 +103,30 @@ def test_every_operation_agrees_in_every_layout(backend: Backend, example: str, 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if hasattr(operations, operation_of(name))])
 @pytest.mark.parametrize("name", ["auto", "reference", "cpu", "triton"])
 def test_public_operations_hand_on_all_their_arguments(name: str, example: str) -> None:
-    assert_agrees(PublicOperations(name), operation_of(example), *EXAMPLES[example]())
+    assert_agrees(PublicOperations(name), operation_of(example), **EXAMPLES[example]())
 
 
 @pytest.mark.parametrize("case", PAIRWISE_ROWS, ids=str)
 def test_matvec(backend: Backend, case: RowsCase) -> None:
-    assert_agrees(backend, "splitting_matvec", *case.tensors(), case.vectors(), case.bias)
+    assert_agrees(backend, "splitting_matvec", **rows_of(case))
 
 
 @pytest.mark.parametrize("first", range(CALLS))
 def test_matvec_of_layers_of_unequal_sizes_and_dtypes(backend: Backend, first: int) -> None:
     cases = LAYERS[first::CALLS]
     assert len({case.dtype for case in cases}) > 1
-    X, C = map(list, zip(*(case.tensors() for case in cases), strict=True))
-    V, bias = [case.vectors() for case in cases], [case.bias for case in cases]
-    assert_agrees(backend, "splitting_matvec_grouped", X, C, V, bias)
+    assert_agrees(backend, "splitting_matvec_grouped", **layers_of([rows_of(case) for case in cases]))
 
 
 def test_matvec_of_no_layers_and_of_one(backend: Backend) -> None:
-    assert backend.splitting_matvec_grouped([], [], [], []) == []
-    case = RowsCase(70, 17, 6, bias=True)
-    assert_agrees(backend, "splitting_matvec_grouped", *([tensor] for tensor in (*case.tensors(), case.vectors())), [1])
+    assert backend.splitting_matvec_grouped(X=[], C=[], V=[], bias=[]) == []
+    assert_agrees(backend, "splitting_matvec_grouped", **layers_of([rows_of(RowsCase(70, 17, 6, bias=True))]))
 
 
 @pytest.mark.parametrize("case", SMALL_ROWS, ids=str)
 def test_dense_matrices(backend: Backend, case: RowsCase) -> None:
     X, C = case.tensors()
-    S = assert_agrees(backend, "splitting_matrices", X, C, case.bias)
+    S = assert_agrees(backend, "splitting_matrices", X=X, C=C, bias=case.bias)
     if backend.uses_symmetry:
         assert torch.equal(S, S.mT)
 
@@ -135,7 +137,8 @@ def test_dense_matrices_are_added_to_what_is_there(backend: Backend, case: RowsC
     S = whole[2:-2]
     # Not a symmetric matrix, which would hide an exchange of the two triangles.
     S.copy_(random_tensor(*S.shape, seed=4))
-    assert_agrees(backend, "add_splitting_matrices", S, *case.tensors(), case.bias, -0.3)
+    X, C = case.tensors()
+    assert_agrees(backend, "add_splitting_matrices", S=S, X=X, C=C, bias=case.bias, weight=-0.3)
     assert whole[:2].isnan().all()
     assert whole[-2:].isnan().all()
 
@@ -143,16 +146,12 @@ def test_dense_matrices_are_added_to_what_is_there(backend: Backend, case: RowsC
 @pytest.mark.parametrize("case", CONVS, ids=str)
 @pytest.mark.parametrize("K", [0, 2], ids=["one", "K2"])
 def test_convolution(backend: Backend, case: ConvCase, K: int) -> None:
-    V = random_tensor(*[K] * (K > 0), case.M, case.width, dtype=compute_dtype(case.dtype))
-    geometry = ConvGeometry(case.k, case.s, case.p, case.d)
-    assert_agrees(backend, "conv_matvec", *case.tensors(), V, geometry, case.bias)
+    assert_agrees(backend, "conv_matvec", **conv_of(replace(case, K=K)))
 
 
 @pytest.mark.parametrize("case", PAIRWISE_EDGES, ids=str)
 def test_edgeconv(backend: Backend, case: EdgeCase) -> None:
-    X, winner, C = case.won()
-    incoming = incoming_edges(winner) if case.B == 2 else None
-    assert_agrees(backend, "edgeconv_matvec", X, winner, C, case.vectors(), case.bias, incoming)
+    assert_agrees(backend, "edgeconv_matvec", **edges_of(case, incoming=case.B == 2))
 
 
 def test_edgeconv_where_one_point_wins_everywhere(backend: Backend) -> None:
@@ -161,16 +160,14 @@ def test_edgeconv_where_one_point_wins_everywhere(backend: Backend) -> None:
     winners = [*(torch.full((2, 37, 6), point) for point in (0, 17, 36)), different.contiguous()]
     for winner, dtype in zip(winners, DTYPES, strict=True):
         case = EdgeCase(2, 37, 5, 4, 6, dtype, bias=True, K=2)
-        X, _, C = case.won()
-        assert_agrees(backend, "edgeconv_matvec", X, winner, C, case.vectors(), True, None, label=dtype)
+        assert_agrees(backend, "edgeconv_matvec", label=dtype, **{**edges_of(case), "winner": winner})
 
 
 def test_edgeconv_where_every_point_wins_itself(backend: Backend) -> None:
     for (B, P), dtype in zip([(1, 1), (5, 1), (3, 40), (2, 9)], DTYPES, strict=True):
         case = EdgeCase(B, P, 5, 1, 6, dtype)
-        X, winner, C = case.won()
-        winner = torch.arange(P)[:, None].expand(winner.shape)
-        SV = assert_agrees(backend, "edgeconv_matvec", X, winner, C, case.vectors(), False, None, label=dtype)
+        winner = torch.arange(P)[:, None].expand(B, P, 6)
+        SV = assert_agrees(backend, "edgeconv_matvec", label=dtype, **{**edges_of(case), "winner": winner})
         # Such an edge is [0, x].
         assert SV[:, :5].abs().max() < 1e-5 * SV.abs().max()
 
@@ -185,11 +182,11 @@ def test_coefficients_of_any_sign(backend: Backend, sign: str) -> None:
             "zero-columns": C.index_fill(1, torch.tensor(3), 0),
             "zero": torch.zeros_like(C),
         }[sign]
-        SV = assert_agrees(backend, "splitting_matvec", X, C, RowsCase(0, 19, 21, dtype).vectors(), False)
-        S = assert_agrees(backend, "splitting_matrices", X, C, False)
-        edges = EdgeCase(1, 131, 19, 4, 21, dtype)
-        cloud, winner, _ = edges.won()
-        edge_SV = assert_agrees(backend, "edgeconv_matvec", cloud, winner, C[None], edges.vectors(), False, None)
+        V = RowsCase(0, 19, 21, dtype).vectors()
+        SV = assert_agrees(backend, "splitting_matvec", X=X, C=C, V=V, bias=False)
+        S = assert_agrees(backend, "splitting_matrices", X=X, C=C, bias=False)
+        edges = edges_of(EdgeCase(1, 131, 19, 4, 21, dtype))
+        edge_SV = assert_agrees(backend, "edgeconv_matvec", **{**edges, "C": C[None]})
         no_curvature = (C == 0).all(0)
         assert not any(result[no_curvature].any() for result in (SV, S, edge_SV))
 
@@ -198,13 +195,13 @@ def test_coefficients_of_any_sign(backend: Backend, sign: str) -> None:
 @pytest.mark.parametrize("zero", ["N", "D", "M", "K"])
 def test_rows_with_a_size_of_zero(backend: Backend, zero: str, bias: bool) -> None:
     N, D, M, K = (0 if name == zero else size for name, size in {"N": 5, "D": 3, "M": 4, "K": 2}.items())
-    X, C, V = random_tensor(N, D), random_tensor(N, M), random_tensor(K, M, D + bias)
-    assert_agrees(backend, "splitting_matvec", X, C, V, bias)
-    other = RowsCase(20, 5, 3, bias=bias)
-    layers = zip((X, C, V, bias), (*other.tensors(), other.vectors(), bias), strict=True)
-    assert_agrees(backend, "splitting_matvec_grouped", *map(list, layers))
-    assert_agrees(backend, "splitting_matrices", X, C, bias)
-    assert_agrees(backend, "add_splitting_matrices", random_tensor(M, D + bias, D + bias), X, C, bias, 2.0)
+    rows = {"X": random_tensor(N, D), "C": random_tensor(N, M), "bias": bias}
+    layer = {**rows, "V": random_tensor(K, M, D + bias)}
+    assert_agrees(backend, "splitting_matvec", **layer)
+    other = rows_of(RowsCase(20, 5, 3, bias=bias))
+    assert_agrees(backend, "splitting_matvec_grouped", **layers_of([layer, other]))
+    assert_agrees(backend, "splitting_matrices", **rows)
+    assert_agrees(backend, "add_splitting_matrices", S=random_tensor(M, D + bias, D + bias), weight=2.0, **rows)
 
 
 @plain_and_bias
@@ -213,14 +210,15 @@ def test_clouds_with_a_size_of_zero(backend: Backend, zero: str, bias: bool) -> 
     sizes = {"B": 2, "P": 5, "F": 3, "M": 4, "K": 2}
     B, P, F, M, K = (0 if name == zero else size for name, size in sizes.items())
     X, C, V = random_tensor(B, P, F), random_tensor(B, P, M), random_tensor(K, M, 2 * F + bias)
-    assert_agrees(backend, "edgeconv_matvec", X, torch.zeros(B, P, M, dtype=torch.int64), C, V, bias, None)
+    winner = torch.zeros(B, P, M, dtype=torch.int64)
+    assert_agrees(backend, "edgeconv_matvec", X=X, winner=winner, C=C, V=V, bias=bias, incoming=None)
 
 
 @plain_and_bias
 @pytest.mark.parametrize(("B", "M"), [(0, 3), (2, 0)], ids=["no-images", "no-filters"])
 def test_convolutions_with_a_size_of_zero(backend: Backend, B: int, M: int, bias: bool) -> None:
     X, C, V = random_tensor(B, 2, 5, 5), random_tensor(B, M, 3, 3), random_tensor(2, M, 18 + bias)
-    assert_agrees(backend, "conv_matvec", X, C, V, ConvGeometry((3, 3)), bias)
+    assert_agrees(backend, "conv_matvec", X=X, C=C, V=V, geometry=ConvGeometry((3, 3)), bias=bias)
 
 
 layouts, flags, stored_dtypes, vectors = (
@@ -237,13 +235,12 @@ small = settings(deadline=None, max_examples=40, derandomize=True)
 def test_rows_of_any_shape_and_layout(
     backend: Backend, N: int, D: int, M: int, dtype: torch.dtype, bias: bool, K: int, x: str, c: str, v: str
 ) -> None:
-    case = RowsCase(N, D, M, dtype, bias, K)
-    X, C = case.tensors()
-    X, C, V = laid_out(X, x), laid_out(C, c), laid_out(case.vectors(), v)
-    SV = assert_agrees(backend, "splitting_matvec", X, C, V, bias)
-    (grouped,) = assert_agrees(backend, "splitting_matvec_grouped", [X], [C], [V], [bias])
+    layer = rows_of(RowsCase(N, D, M, dtype, bias, K))
+    layer.update({name: laid_out(layer[name], layout) for name, layout in (("X", x), ("C", c), ("V", v))})
+    SV = assert_agrees(backend, "splitting_matvec", **layer)
+    (grouped,) = assert_agrees(backend, "splitting_matvec_grouped", **layers_of([layer]))
     assert relative_error(grouped, SV) < 1e-5
-    assert_agrees(backend, "splitting_matrices", X, C, bias)
+    assert_agrees(backend, "splitting_matrices", X=layer["X"], C=layer["C"], bias=bias)
 
 
 @given(
@@ -254,6 +251,7 @@ def test_rows_of_any_shape_and_layout(
 def test_clouds_of_any_shape_and_layout(
     backend: Backend, B: int, P: int, F: int, M: int, dtype: torch.dtype, bias: bool, K: int, chosen: list[str]
 ) -> None:
-    case = EdgeCase(B, P, F, min(P, 5), M, dtype, bias, K)
-    tensors: list[Any] = [laid_out(x, layout) for x, layout in zip((*case.won(), case.vectors()), chosen, strict=True)]
-    assert_agrees(backend, "edgeconv_matvec", *tensors, bias, None)
+    layer = edges_of(EdgeCase(B, P, F, min(P, 5), M, dtype, bias, K))
+    names = ("X", "winner", "C", "V")
+    layer.update({name: laid_out(layer[name], layout) for name, layout in zip(names, chosen, strict=True)})
+    assert_agrees(backend, "edgeconv_matvec", **layer)

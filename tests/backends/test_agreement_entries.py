@@ -50,12 +50,27 @@ def dtypes_of(backend: Backend) -> list[torch.dtype]:
     return [dtype for dtype in DTYPES if not backend.why_not_dtype(dtype)]
 
 
+def assert_curvature(
+    backend: Backend,
+    g: Tensor,
+    z: Tensor,
+    act: Activation,
+    scale: Tensor | None = None,
+    axis: int = 1,
+    inplace: bool = False,
+    label: object = "",
+) -> Tensor:
+    """Check coefficients against their definition; return them."""
+    settings = {"activation": act, "scale": scale, "axis": axis, "inplace": inplace}
+    return assert_agrees(backend, "curvature_coefficients", label=label, g=g, z=z, **settings)
+
+
 @every_activation
 def test_curvature_of_every_activation(backend: Backend, act: Activation) -> None:
     for dtype in dtypes_of(backend):
         g, z = random_tensor(61, 17, dtype=dtype), 4 * random_tensor(61, 17, dtype=dtype, seed=1)
         scale = random_tensor(17, dtype=dtype, seed=2)
-        assert_agrees(backend, "curvature_coefficients", g, z, act, scale, 1, False, label=dtype)
+        assert_curvature(backend, g, z, act, scale, label=dtype)
 
 
 @every_activation
@@ -65,12 +80,13 @@ def test_curvature_of_extreme_inputs(backend: Backend, act: Activation) -> None:
     for dtype, more in ((torch.float32, []), (torch.float64, [1e-310, 1e150, 1e300])):
         z = torch.tensor([sign * size for size in sizes + more for sign in (1, -1)], dtype=dtype)
         g = torch.linspace(0.5, 2, len(z), dtype=dtype)
-        C = assert_agrees(backend, "curvature_coefficients", g, z, act, None, 0, False, label=dtype)
+        C = assert_curvature(backend, g, z, act, axis=0, label=dtype)
         assert C.isfinite().all()
         # At infinity the curvature is zero, unless the definition has no number for it.
         z = torch.tensor([torch.inf, -torch.inf], dtype=dtype)
         expected = act.second(z)
-        C = backend.curvature_coefficients(torch.ones_like(z), z, act, None, 0, False)
+        g = torch.ones_like(z)
+        C = backend.curvature_coefficients(g=g, z=z, activation=act, scale=None, axis=0, inplace=False)
         known = expected.isfinite()
         assert (C[known] - expected[known]).abs().sum() < 1e-30
 
@@ -82,7 +98,7 @@ def test_curvature_of_nan_is_nan_where_the_definition_says_so(backend: Backend, 
         g, z = torch.ones(4, 67, dtype=dtype), torch.zeros(4, 67, dtype=dtype)
         g[0], z[1] = torch.nan, torch.nan
         scale = torch.tensor([1, 1, torch.nan, 1], dtype=dtype)
-        C = assert_agrees(backend, "curvature_coefficients", g, z, act, scale, 0, False, label=dtype)
+        C = assert_curvature(backend, g, z, act, scale, axis=0, label=dtype)
         assert C[0].isnan().all()
         assert C[1].isnan().all() or act.name == "identity"
         assert C[2].isnan().all()
@@ -115,7 +131,7 @@ def test_curvature_of_every_shape(
     for dtype in COMPUTE_DTYPES:
         g, z = random_tensor(*shape, dtype=dtype), 4 * random_tensor(*shape, dtype=dtype, seed=1)
         for scale in (None, random_tensor(shape[axis], dtype=dtype, seed=2)):
-            assert_agrees(backend, "curvature_coefficients", g.clone(), z, act, scale, axis, inplace, label=dtype)
+            assert_curvature(backend, g.clone(), z, act, scale, axis, inplace, label=dtype)
 
 
 @smooth_and_kinked
@@ -127,7 +143,7 @@ def test_curvature_in_place_in_every_layout(backend: Backend, act: Activation, l
         if layout in ("contiguous", "transposed"):
             g = buffer = laid_out(random_tensor(5, 7, 3), layout)
         outside = buffer.isnan()
-        assert_agrees(backend, "curvature_coefficients", g, laid_out(z, z_layout), act, scale, 1, True, label=z_layout)
+        assert_curvature(backend, g, laid_out(z, z_layout), act, scale, inplace=True, label=z_layout)
         assert torch.equal(buffer.isnan(), outside), "what surrounds g was changed"
 
 
@@ -136,7 +152,7 @@ def test_curvature_in_place_writes_nothing_but_its_output(backend: Backend) -> N
         whole = torch.full((size + 16,), torch.nan, dtype=torch.float64)
         whole[8:-8] = random_tensor(size)
         z = random_tensor(size, seed=1)
-        assert_agrees(backend, "curvature_coefficients", whole[8:-8], z, ACTIVATIONS["silu"], None, 0, True, label=size)
+        assert_curvature(backend, whole[8:-8], z, ACTIVATIONS["silu"], axis=0, inplace=True, label=size)
         assert whole[:8].isnan().all()
         assert whole[-8:].isnan().all()
 
@@ -182,7 +198,7 @@ def test_weights_of_every_shape_grow_in_one_call(backend: Backend, shifted: str,
         given = [widening for shape in WEIGHT_SHAPES for widening in widenings(shape, dtype, shifted, scaled)]
         # Only the loops of the extension depend on the dtype: by the length of their vectors.
         some = given if dtype == torch.float64 or backend.name == "cpu" else given[::5]
-        assert_agrees(backend, "grow_weights", some, label=dtype)
+        assert_agrees(backend, "grow_weights", widenings=some, label=dtype)
 
 
 def test_no_weights_grow_to_none(backend: Backend) -> None:
@@ -234,4 +250,4 @@ def test_weights_of_any_shape_and_layout(
         random_tensor(width, dtype=dtype, seed=3) if has_column_scale and many else None,
     )
     laid = [None if value is None else laid_out(value, layout) for value, layout in zip(arguments, chosen, strict=True)]
-    assert_agrees(backend, "grow_weights", [Widening(*laid)])
+    assert_agrees(backend, "grow_weights", widenings=[Widening(*laid)])

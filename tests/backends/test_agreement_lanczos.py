@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from s3d_fast.backends.interface import Backend
 from s3d_fast.maths import reference
+from s3d_fast.maths.reference import KrylovState
 from tests.backends.agreement import assert_agrees, assert_unchanged, krylov_state
 from tests.cases import COMPUTE_DTYPES, DTYPE_NAMES, TOLERANCE, doubles, laid_out, random_tensor, relative_error
 
@@ -36,24 +38,32 @@ def applied(S: Tensor, vectors: Tensor) -> Tensor:
     return (S @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
-def extend(backend: Backend, state: list[Tensor], product: Tensor, step: int) -> None:
+def copied(state: KrylovState) -> KrylovState:
+    return tree_map(Tensor.clone, state)
+
+
+def filters_of(state: KrylovState, filters: slice | list[int]) -> KrylovState:
+    return tree_map(lambda tensor: tensor[filters], state)
+
+
+def extend(backend: Backend, state: KrylovState, product: Tensor, step: int) -> None:
     """Take a step, and check that q becomes the new basis vector and the product stays as it was."""
-    q, given = torch.full_like(product, torch.nan), product.clone()
-    backend.krylov_extend(state[0], product, *state[1:], step, q)
-    assert_unchanged([q, product], [state[0][:, step + 1], given])
+    given = product.clone()
+    backend.krylov_extend(state, product, step)
+    assert_unchanged([state.q, product], [state.basis[:, step + 1], given])
 
 
-def assert_same_state(state: Sequence[Tensor], expected: Sequence[Tensor], label: object = "") -> None:
-    """Check basis, alpha, beta, length and scale: the same entries are NaN, the others agree."""
-    names = ("basis", "alpha", "beta", "length", "scale")
-    for name, now, wanted in zip(names, state, expected, strict=True):
+def assert_same_state(state: KrylovState, expected: KrylovState, label: object = "") -> None:
+    """Check every tensor of a state: the same entries are NaN, the others agree."""
+    for name, wanted in vars(expected).items():
+        now = getattr(state, name)
         assert torch.equal(now.isnan(), wanted.isnan()), (label, name)
         # Filters are of different magnitude.
         for j, (own, own_wanted) in enumerate(zip(now.nan_to_num(), wanted.nan_to_num(), strict=True)):
             error = relative_error(own, own_wanted)
-            assert error < TOLERANCE[expected[0].dtype], f"{label}, {name} of filter {j}: error {error}"
-    assert torch.equal(state[3], expected[3]), label
-    assert torch.equal(state[2] == 0, expected[2] == 0), label
+            assert error < TOLERANCE[expected.basis.dtype], f"{label}, {name} of filter {j}: error {error}"
+    assert torch.equal(state.length, expected.length), label
+    assert torch.equal(state.beta == 0, expected.beta == 0), label
 
 
 @compute_dtypes
@@ -67,12 +77,12 @@ def test_steps(backend: Backend, sizes: tuple[int, int], dtype: torch.dtype) -> 
         S = scale * matrices(M, D, dtype)
         expected = krylov_state(M, steps + 1, D, dtype)
         for step in range(steps):
-            product = applied(S, expected[0][:, step])
-            state = [tensor.clone() for tensor in expected]
+            product = applied(S, expected.basis[:, step])
+            state = copied(expected)
             extend(backend, state, product, step)
-            reference.krylov_extend(expected[0], product, *expected[1:], step)
+            reference.krylov_extend(expected, product, step)
             assert_same_state(state, expected, (scale, step))
-        assert expected[3].tolist() == [min(2, D), 1, *[steps] * M][:M]
+        assert expected.length.tolist() == [min(2, D), 1, *[steps] * M][:M]
 
 
 @compute_dtypes
@@ -81,10 +91,10 @@ def test_steps_with_vectors_of_every_width(backend: Backend, dtype: torch.dtype)
         S = random_tensor(1, D, D, dtype=dtype)
         expected = krylov_state(1, 3, D, dtype)
         for step in range(min(D, 2)):
-            product = applied(S + S.mT, expected[0][:, step])
-            state = [tensor.clone() for tensor in expected]
+            product = applied(S + S.mT, expected.basis[:, step])
+            state = copied(expected)
             extend(backend, state, product, step)
-            reference.krylov_extend(expected[0], product, *expected[1:], step)
+            reference.krylov_extend(expected, product, step)
             assert_same_state(state, expected, (D, step))
 
 
@@ -95,12 +105,12 @@ def test_many_steps_give_an_orthonormal_basis_and_the_spectrum(backend: Backend,
     S = (S + S.mT).to(dtype)
     state = krylov_state(1, D + 1, D, dtype)
     for step in range(D):
-        extend(backend, state, applied(S, state[0][:, step]), step)
-    basis, alpha, beta, length, _ = state
-    Q = basis[0, :D].double()
-    assert length.item() == D
+        extend(backend, state, applied(S, state.basis[:, step]), step)
+    alpha, beta = state.alpha, state.beta
+    Q = state.basis[0, :D].double()
+    assert state.length.item() == D
     assert beta[0, D - 1] == 0
-    assert not basis[0, D].any()
+    assert not state.basis[0, D].any()
     assert (Q @ Q.mT - torch.eye(D)).abs().max() < accuracy
     T = alpha[0, :D].diag() + beta[0, : D - 1].diag(1) + beta[0, : D - 1].diag(-1)
     found, expected = (torch.linalg.eigvalsh(matrix.double()) for matrix in (T, S[0]))
@@ -114,10 +124,10 @@ def test_what_is_left_of_a_product_almost_within_the_space_is_orthogonal_to_it(
     left = {torch.float64: 1e-8, torch.float32: 1e-3}[dtype]
     Q = torch.linalg.qr(random_tensor(20, 20, dtype=dtype))[0].mT
     state = krylov_state(1, 7, 20, dtype)
-    state[0][0, :5] = Q[:5]
-    state[2][0, :4] = 1
+    state.basis[0, :5] = Q[:5]
+    state.beta[0, :4] = 1
     extend(backend, state, (Q[:5].sum(0) + left * Q[5])[None], 4)
-    new = state[0][0, 5]
+    new = state.basis[0, 5]
     assert (Q[:5] @ new).abs().max() < 10 * torch.finfo(dtype).eps
     assert (new - Q[5]).abs().max() < 100 * torch.finfo(dtype).eps / left
 
@@ -125,15 +135,15 @@ def test_what_is_left_of_a_product_almost_within_the_space_is_orthogonal_to_it(
 @compute_dtypes
 def test_a_space_as_large_as_its_vectors_is_exhausted_whatever_is_left(backend: Backend, dtype: torch.dtype) -> None:
     expected = krylov_state(2, 4, 3, dtype)
-    expected[0][:, 1:3] = 0
-    expected[2][:, :2] = 1
-    state = [tensor.clone() for tensor in expected]
+    expected.basis[:, 1:3] = 0
+    expected.beta[:, :2] = 1
+    state = copied(expected)
     product = random_tensor(2, 3, dtype=dtype, seed=5)
     extend(backend, state, product, 2)
-    reference.krylov_extend(expected[0], product, *expected[1:], 2)
+    reference.krylov_extend(expected, product, 2)
     assert_same_state(state, expected)
-    assert not state[2][:, 2].any()
-    assert not state[0][:, 3].any()
+    assert not state.beta[:, 2].any()
+    assert not state.basis[:, 3].any()
 
 
 @compute_dtypes
@@ -142,34 +152,33 @@ def test_an_exhausted_space_stays_as_it_is(backend: Backend, dtype: torch.dtype)
     S = matrices(M, D, dtype)
     state = krylov_state(M, D + 1, D, dtype)
     for step in range(6):
-        extend(backend, state, applied(S, state[0][:, step]), step)
+        extend(backend, state, applied(S, state.basis[:, step]), step)
         for j, dimension in enumerate((2, 1)):
             if step + 1 >= dimension:
-                assert state[3][j] == dimension
-                assert not state[0][j, dimension : step + 2].any()
-                assert not state[1][j, dimension : step + 1].any()
-                assert not state[2][j, dimension - 1 : step + 1].any()
+                assert state.length[j] == dimension
+                assert not state.basis[j, dimension : step + 2].any()
+                assert not state.alpha[j, dimension : step + 1].any()
+                assert not state.beta[j, dimension - 1 : step + 1].any()
     # What a product with the zero vector gives has no part in it.
-    before = [tensor[:2].clone() for tensor in state]
+    before = copied(state)
     extend(backend, state, torch.full((M, D), 7.0, dtype=dtype), 6)
-    for name, now, old in zip(("length", "scale"), (state[3], state[4]), before[3:], strict=True):
-        assert torch.equal(now[:2], old), name
+    assert torch.equal(state.length[:2], before.length[:2])
+    assert torch.equal(state.scale[:2], before.scale[:2])
 
 
 @pytest.mark.parametrize("D", [1, 3, 8, 13, 33], ids="D{}".format)
 def test_a_step_writes_nothing_but_the_next_vector_and_its_numbers(backend: Backend, D: int) -> None:
     M, capacity = 3, 6
     state = krylov_state(M, capacity, D, torch.float64)
-    held = [torch.cat([tensor, tensor, tensor]) for tensor in state]
-    before = [tensor.clone() for tensor in held]
-    extend(backend, [tensor[M : 2 * M] for tensor in held], random_tensor(M, D, seed=3), 0)
+    held = tree_map(lambda tensor: torch.cat([tensor, tensor, tensor]), state)
+    before, own = copied(held), filters_of(held, slice(M, 2 * M))
+    extend(backend, own, random_tensor(M, D, seed=3), 0)
     for part in (slice(0, M), slice(2 * M, None)):
-        assert_unchanged([tensor[part] for tensor in held], [tensor[part] for tensor in before])
-    basis, alpha, beta, _, _ = (tensor[M : 2 * M] for tensor in held)
-    assert torch.equal(basis[:, 0], state[0][:, 0])
-    assert basis[:, 1].isfinite().all()
-    assert basis[:, 2:].isnan().all()
-    assert all(numbers[:, 0].isfinite().all() and numbers[:, 1:].isnan().all() for numbers in (alpha, beta))
+        assert_unchanged(filters_of(held, part), filters_of(before, part))
+    assert torch.equal(own.basis[:, 0], state.basis[:, 0])
+    assert own.basis[:, 1].isfinite().all()
+    assert own.basis[:, 2:].isnan().all()
+    assert all(numbers[:, 0].isfinite().all() and numbers[:, 1:].isnan().all() for numbers in (own.alpha, own.beta))
 
 
 @compute_dtypes
@@ -178,25 +187,26 @@ def test_what_is_no_number_stays_with_its_filter(backend: Backend, value: float,
     M, D = 4, 9
     S = matrices(M, D, dtype)
     expected = krylov_state(M, 4, D, dtype)
-    state = [tensor.clone() for tensor in expected]
+    state = copied(expected)
     for step in range(3):
-        product = applied(S, expected[0][:, step])
+        product = applied(S, expected.basis[:, step])
         if step == 1:
             product[2, 4] = value
         extend(backend, state, product, step)
-        reference.krylov_extend(expected[0], product, *expected[1:], step)
-        assert_same_state([tensor[[0, 1, 3]] for tensor in state], [tensor[[0, 1, 3]] for tensor in expected], step)
-        assert torch.equal(state[3], expected[3])
-        # But for the scale, which is of no use to a filter whose vectors are no numbers.
-        for now, wanted in zip(state[:3], expected[:3], strict=True):
-            assert torch.equal(now[2].isfinite(), wanted[2].isfinite()), step
+        reference.krylov_extend(expected, product, step)
+        assert_same_state(filters_of(state, [0, 1, 3]), filters_of(expected, [0, 1, 3]), step)
+        assert torch.equal(state.length, expected.length)
+        # Except the scale, which is of no use to a filter whose vectors are no numbers.
+        for name in ("basis", "q", "alpha", "beta"):
+            now, wanted = getattr(state, name), getattr(expected, name)
+            assert torch.equal(now[2].isfinite(), wanted[2].isfinite()), (step, name)
 
 
 def test_no_filters_take_no_step_and_have_no_eigenvalues(backend: Backend) -> None:
     extend(backend, krylov_state(0, 3, 5, torch.float64), torch.zeros(0, 5, dtype=torch.float64), 0)
     empty = torch.zeros(0, 4, dtype=torch.float64)
     for values, vectors in (
-        backend.tridiagonal_extremes(empty, empty, torch.zeros(0, dtype=torch.int64)),
+        backend.tridiagonal_extremes(alpha=empty, beta=empty, length=torch.zeros(0, dtype=torch.int64)),
         backend.symmetric_extremes(torch.zeros(0, 4, 4, dtype=torch.float64)),
     ):
         assert (values.shape, vectors.shape) == ((0, 2), (0, 2, 4))
@@ -302,7 +312,7 @@ def test_extreme_pairs_of_tridiagonal_matrices(backend: Backend, k: int, dtype: 
     alpha[index >= length[:, None]] = torch.nan
     beta[index >= length[:, None] - 1] = torch.nan
     given = alpha.clone(), beta.clone(), length.clone()
-    values, vectors = backend.tridiagonal_extremes(alpha, beta, length)
+    values, vectors = backend.tridiagonal_extremes(alpha=alpha, beta=beta, length=length)
     assert_unchanged([alpha, beta, length], given)
     for n, some in zip(sizes, torch.arange(len(length)).split(len(kinds)), strict=True):
         T = torch.diag_embed(alpha[some, :n]).double()
@@ -317,12 +327,12 @@ def test_rows_of_a_larger_buffer_are_matrices(backend: Backend) -> None:
     k = 5
     length = torch.arange(1, k + 1)
     alpha, beta = random_tensor(k, 20)[:, :k], random_tensor(k, 30, seed=1)[:, :k]
-    assert_agrees(backend, "tridiagonal_extremes", alpha, beta, laid_out(length, "stepped"))
+    assert_agrees(backend, "tridiagonal_extremes", alpha=alpha, beta=beta, length=laid_out(length, "stepped"))
 
 
 def test_matrices_of_subnormal_numbers_have_eigenvalues_too(backend: Backend) -> None:
     alpha, beta = (torch.tensor([row], dtype=torch.float64) * 1e-310 for row in ([1.0, 2.0], [1.0, 0.0]))
-    values, vectors = backend.tridiagonal_extremes(alpha, beta, torch.tensor([2]))
+    values, vectors = backend.tridiagonal_extremes(alpha=alpha, beta=beta, length=torch.tensor([2]))
     expected, _ = reference.tridiagonal_extremes(*doubles(alpha, beta), torch.tensor([2]))
     assert relative_error(values * 1e200, expected * 1e200) < 1e-10
     assert relative_error(vectors.norm(dim=-1), torch.ones(1, 2)) < 1e-10

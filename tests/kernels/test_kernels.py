@@ -35,7 +35,10 @@ from tests.kernel_cases import (
 # The interpreter computes with masked entries too, which may overflow or be no numbers.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poisoned")]
 
-FAMILIES: dict[str, Matvec] = {"fused": pointwise.splitting_matvec, "wide": pointwise_wide.splitting_matvec}
+FAMILIES: dict[str, Matvec] = {
+    "fused": lambda X, C, V, bias: pointwise.splitting_matvec(X=X, C=C, V=V, bias=bias),
+    "wide": lambda X, C, V, bias: pointwise_wide.splitting_matvec(X=X, C=C, V=V, bias=bias),
+}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 KERNELS = {"fused": (pointwise, "fused_kernel"), "wide": (pointwise_wide, "accumulate_kernel")}
 

@@ -32,7 +32,8 @@ sixteen_bits = pytest.mark.parametrize("dtype", ROUNDING, ids=["bf16", "fp16"])
 
 
 def coefficients(g: Tensor, z: Tensor, act: Activation, scale: Tensor | None = None) -> Tensor:
-    return choose("triton").curvature_coefficients(g, z, act, scale, g.dim() - 1, False)
+    settings = {"activation": act, "scale": scale, "axis": g.dim() - 1, "inplace": False}
+    return choose("triton").curvature_coefficients(g=g, z=z, **settings)
 
 
 def widening(dtype: torch.dtype = torch.float32) -> Widening:
@@ -93,7 +94,7 @@ def test_what_follows_a_scale_of_columns_in_memory_is_not_used() -> None:
     scale = embedded(random_tensor(3, seed=3))[1][2:].clone()[:3]
     for columns in (None, torch.arange(3)):
         given = Widening(weight, rows, columns=columns, column_scale=scale)
-        assert_agrees(choose("triton"), "grow_weights", [given], label=columns)
+        assert_agrees(choose("triton"), "grow_weights", widenings=[given], label=columns)
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("rows", 0, 5), ("shift_rows", -1, 2), ("columns", 0, 7)])
@@ -108,7 +109,7 @@ def test_an_index_out_of_range_is_an_error_before_anything_happens(
         with pytest.raises(IndexError, match=rf"{name} must lie in \[{low}, {high}\)"):
             operations.grow_weights([good, good._replace(**{name: bad}), good], backend="triton")
     assert not launches
-    assert_agrees(choose("triton"), "grow_weights", [good])
+    assert_agrees(choose("triton"), "grow_weights", widenings=[good])
 
 
 @pytest.mark.parametrize("name", ["row_scale", "shift", "shift_rows", "column_scale"])

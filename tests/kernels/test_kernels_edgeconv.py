@@ -50,7 +50,8 @@ def assert_product(
     incoming: Incoming | None = None,
 ) -> Tensor:
     """Check S v against the reference in float64, and that the arguments stay as they were; return it."""
-    return assert_agrees(choose("triton"), "edgeconv_matvec", X, winner, C, V, bias, incoming, label=label)
+    settings = {"bias": bias, "incoming": incoming}
+    return assert_agrees(choose("triton"), "edgeconv_matvec", label=label, X=X, winner=winner, C=C, V=V, **settings)
 
 
 @pytest.mark.parametrize("case", [case for case in PAIRWISE_EDGES if case.F < 100][::3], ids=str)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -44,15 +45,20 @@ def layer_of(case: RowsCase, seed: int = 0) -> Layer:
     return (*case.tensors(seed), case.vectors(), case.bias)
 
 
+def arguments_of(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the arguments of a grouped product, one entry for every layer."""
+    X, C, V, bias = map(list, zip(*layers, strict=True))
+    return {"X": X, "C": C, "V": V, "bias": bias}
+
+
 def products(layers: Sequence[Layer]) -> list[Tensor]:
     """Return S v of every layer, in one call of the Triton backend."""
-    return choose("triton").splitting_matvec_grouped(*map(list, zip(*layers, strict=True)))
+    return choose("triton").splitting_matvec_grouped(**arguments_of(layers))
 
 
 def assert_products(layers: Sequence[Layer], label: object = "") -> list[Tensor]:
     """Check S v of every layer against the reference in float64, and that the arguments stay as they were."""
-    columns = map(list, zip(*layers, strict=True))
-    return assert_agrees(choose("triton"), "splitting_matvec_grouped", *columns, label=label)
+    return assert_agrees(choose("triton"), "splitting_matvec_grouped", label=label, **arguments_of(layers))
 
 
 @pytest.mark.parametrize("stride", [grouped.FARTHEST - 1, grouped.FARTHEST])

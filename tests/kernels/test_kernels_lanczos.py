@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from s3d_fast.backends.choice import choose
 from s3d_fast.kernels import krylov, tridiagonal
@@ -25,7 +26,7 @@ def test_a_vector_that_no_program_holds_goes_to_the_reference(monkeypatch: pytes
         launches.clear()
         state = krylov_state(2, 3, D, dtype)
         product = random_tensor(2, D, dtype=dtype, seed=5)
-        assert_agrees(choose("triton"), "krylov_extend", state[0], product, *state[1:], 0, product.clone())
+        assert_agrees(choose("triton"), "krylov_extend", state=state, product=product, step=0)
         assert len(launches) == count
 
 
@@ -34,20 +35,19 @@ def test_a_state_of_any_layout_agrees_and_only_a_dense_one_goes_to_the_kernel(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = recorded(monkeypatch, krylov, "extend_kernel")
-    state = [laid_out(tensor, layout) for tensor in krylov_state(3, 4, 9, torch.float64)]
+    state = tree_map(lambda tensor: laid_out(tensor, layout), krylov_state(3, 4, 9, torch.float64))
     for step in range(3):
         product = laid_out(random_tensor(3, 9, seed=step), layout)
-        q = laid_out(torch.zeros(3, 9, dtype=torch.float64), layout)
-        assert_agrees(choose("triton"), "krylov_extend", state[0], product, *state[1:], step, q, label=step)
+        assert_agrees(choose("triton"), "krylov_extend", state=state, product=product, step=step, label=step)
     assert len(launches) == 3 * (layout == "contiguous")
 
 
 def test_matrices_shared_out_over_programs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     alpha, beta, length = random_tensor(7, 3), random_tensor(7, 3, seed=1), torch.tensor([3, 1, 2, 2, 3, 3, 1])
-    expected = choose("triton").tridiagonal_extremes(alpha, beta, length)
+    expected = choose("triton").tridiagonal_extremes(alpha=alpha, beta=beta, length=length)
     monkeypatch.setattr(tridiagonal, "LANES", 8)
     launches = recorded(monkeypatch, tridiagonal, "extremes_kernel")
-    found = choose("triton").tridiagonal_extremes(alpha, beta, length)
+    found = choose("triton").tridiagonal_extremes(alpha=alpha, beta=beta, length=length)
     assert launches[0].grid[0] > 1
     assert all(map(torch.equal, found, expected))
 
@@ -58,9 +58,10 @@ def test_what_is_no_number_stays_with_its_matrix() -> None:
     bad = {1: (alpha, torch.nan), 3: (beta, torch.nan), 4: (alpha, torch.inf), 6: (beta, -torch.inf)}
     for j, (tensor, value) in bad.items():
         tensor[j, 2] = value
-    values, vectors = choose("triton").tridiagonal_extremes(alpha, beta, length)
+    values, vectors = choose("triton").tridiagonal_extremes(alpha=alpha, beta=beta, length=length)
     good = [j for j in range(9) if j not in bad]
     assert values[list(bad)].isnan().all()
-    expected = assert_agrees(choose("triton"), "tridiagonal_extremes", alpha[good], beta[good], length[good])
+    kept = {"alpha": alpha[good], "beta": beta[good], "length": length[good]}
+    expected = assert_agrees(choose("triton"), "tridiagonal_extremes", **kept)
     assert torch.equal(values[good], expected[0])
     assert torch.equal(vectors[good], expected[1])

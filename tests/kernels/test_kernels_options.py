@@ -26,8 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def krylov_step(x: Tensor, backend: str) -> None:
-    state = krylov_state(3, 3, 4, torch.float64)
-    choose(backend, x).krylov_extend(state[0], x[:3, :4], *state[1:], 0, torch.zeros(3, 4, dtype=x.dtype))
+    choose(backend, x).krylov_extend(krylov_state(3, 3, 4, torch.float64), x[:3, :4], 0)
 
 
 WINNER = torch.zeros(2, 3, 4, dtype=torch.int64)
@@ -45,7 +44,9 @@ CALLS: dict[str, Callable[[Tensor, str], Any]] = {
     ),
     "grow_weights": lambda x, backend: operations.grow_weights([Widening(x, torch.tensor([1, 0]))], backend=backend),
     "krylov_extend": krylov_step,
-    "tridiagonal_extremes": lambda x, backend: choose(backend, x).tridiagonal_extremes(x, x, torch.full((6,), 2)),
+    "tridiagonal_extremes": lambda x, backend: choose(backend, x).tridiagonal_extremes(
+        alpha=x, beta=x, length=torch.full((6,), 2)
+    ),
 }
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 
