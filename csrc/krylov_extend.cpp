@@ -25,6 +25,12 @@ T safe_norm(const T* a, int64_t count) {
     return std::sqrt(sum) * largest;
 }
 
+// Returns the larger number, or NaN if one of them is NaN. std::max returns its first argument if the second is NaN.
+template <typename T>
+T maximum(T a, T b) {
+    return std::isnan(a) || a >= b ? a : b;
+}
+
 template <typename T>
 void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor& alpha, const at::Tensor& beta,
             const at::Tensor& length, const at::Tensor& scale, int64_t step) {
@@ -65,9 +71,10 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
                 for (int64_t i = 0; i <= step; ++i) kernel.add(-components[i], vectors + i * width, width, next);
             }
             b = safe_norm(next, width);
-            largest = std::max(largest, std::abs(a) + b);
-            if (b <= noise * largest || step + 1 == width) b = 0;
-            for (int64_t d = 0; d < width; ++d) next[d] = b == 0 ? T(0) : next[d] / b;
+            largest = maximum(largest, std::abs(a) + b);
+            const bool exhausted = b <= noise * largest || step + 1 == width;
+            if (exhausted) b = 0;
+            for (int64_t d = 0; d < width; ++d) next[d] = exhausted ? T(0) : next[d] / b;
         }
     });
 }
