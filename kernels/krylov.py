@@ -71,8 +71,7 @@ def extend_kernel(
     size = tl.max(tl.abs(w), 0)
     unit = w / tl.where(size > 0, size, 1)
     b = tl.sqrt(tl.sum(unit * unit, 0)) * size
-    # The maximum, written so that it keeps NaN in a or b.
-    largest = tl.where(tl.abs(a) + b <= before, before, tl.abs(a) + b)
+    largest = tl.maximum(before, tl.abs(a) + b, propagate_nan=tl.PropagateNan.ALL)
     exhausted = done | (b <= noise * largest) | (step + 1 == D)
     tl.store(length + j, tl.where(done, dimension, step + 1))
     tl.store(scale + j, tl.where(done, before, largest))

@@ -201,6 +201,18 @@ def test_what_is_no_number_stays_with_its_filter(backend: Backend, value: float,
     assert state.scale[2].isnan()
 
 
+def test_a_scale_that_is_no_number_stays_so(backend: Backend) -> None:
+    expected = krylov_state(3, 3, 5, torch.float64)
+    expected.scale[1] = torch.nan
+    state, product = copied(expected), random_tensor(3, 5, seed=5)
+    # No number is small compared to NaN, so nothing but zero divided by zero is left.
+    product[1] = 0
+    extend(backend, state, product, 0)
+    reference.krylov_extend(expected, product, 0)
+    assert_same_state(state, expected)
+    assert state.scale.isnan().tolist() == [False, True, False]
+
+
 def test_no_filters_take_no_step_and_have_no_eigenvalues(backend: Backend) -> None:
     extend(backend, krylov_state(0, 3, 5, torch.float64), torch.zeros(0, 5, dtype=torch.float64), 0)
     empty = torch.zeros(0, 4, dtype=torch.float64)
