@@ -15,7 +15,6 @@ from tqdm import tqdm
 from s3d_fast import report
 from s3d_fast.base.tables import text_table
 from s3d_fast.experiments import rbf_growth as rbf
-from s3d_fast.experiments.rbf_figure import rbf_figure
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"\n{text}\n")
 
     figure = options.out / "rbf.png"
-    rbf_figure(runs, problem, settings, figure)
+    report.rbf_figure(runs, problem, settings, figure)
     (options.out / "rbf.txt").write_text(text + "\n")
     records = [rbf.summary(run) for run in runs]
     (options.out / "rbf.json").write_text(json.dumps(records, indent=1) + "\n")

@@ -107,6 +107,22 @@ class Problem:
     theta: Tensor  # (R, 1, 2)
     w: Tensor  # (R, 1)
 
+    def only(self, seed: int) -> Problem:
+        """Return the problem of a single seed, counted from 0."""
+        return Problem(*(part[seed : seed + 1] for part in (self.x, self.y, self.theta, self.w)))
+
+    def positive_branch(self, stage: Stage, seed: int, settings: RBFSettings) -> RBFBatch | None:
+        """Return one seed's network from `stage`, split by S2D and trained for a phase; None if S2D finds no split."""
+        alone = self.only(seed)
+        parts = (stage.model.theta, stage.model.w, stage.model.alive)
+        model = RBFBatch(*(part.detach()[seed : seed + 1].to(self.x.dtype) for part in parts))
+        here = examine(model, alone, S2D, stage.neurons, stage.steps)
+        if int(here.chosen) < 0:
+            return None
+        model = split(here, alone, S2D, settings.eps)
+        train(model, alone, settings.steps, settings.learning_rate)
+        return model
+
 
 def make_problem(settings: RBFSettings) -> Problem:
     """Draw true functions, data on [-5, 5] and initial neurons; a seed's draw does not depend on the others."""
@@ -218,45 +234,6 @@ def split(stage: Stage, problem: Problem, method: Method, eps: float) -> RBFBatc
         alive[r, places] = 1
     dtype = problem.x.dtype
     return RBFBatch(theta.to(dtype), w.to(dtype), alive.to(dtype))
-
-
-def only(problem: Problem, seed: int) -> Problem:
-    """Return the problem of a single seed, counted from 0."""
-    return Problem(*(part[seed : seed + 1] for part in (problem.x, problem.y, problem.theta, problem.w)))
-
-
-def positive_branch(problem: Problem, stage: Stage, seed: int, settings: RBFSettings) -> RBFBatch | None:
-    """Return one seed's network from `stage`, split by S2D and trained for a phase, or None if S2D finds no split."""
-    alone = only(problem, seed)
-    dtype = problem.x.dtype
-    parts = (stage.model.theta, stage.model.w, stage.model.alive)
-    model = RBFBatch(*(part.detach()[seed : seed + 1].to(dtype) for part in parts))
-    here = examine(model, alone, S2D, stage.neurons, stage.steps)
-    if int(here.chosen) < 0:
-        return None
-    model = split(here, alone, S2D, settings.eps)
-    train(model, alone, settings.steps, settings.learning_rate)
-    return model
-
-
-def divergence(run: MethodRun, base: MethodRun) -> int | None:
-    """Return the step by which half of the seeds were split differently than by `base`, or None if they never are."""
-    apart = torch.zeros(len(run.stages[0].loss), dtype=torch.bool)
-    for stage, other in zip(run.stages, base.stages, strict=True):
-        apart |= (stage.chosen != other.chosen) | (stage.negative != other.negative)
-        if 2 * int(apart.sum()) >= len(apart):
-            return stage.steps
-    return None
-
-
-def typical_seed(runs: Sequence[MethodRun], neurons: int = 5) -> int:
-    """Return the seed, counted from 0, with the median gain of signed over positive splits."""
-    stages = {run.method: run.at(neurons) for run in runs}
-    base, signed = stages[S2D], stages[Method(2, 3.0)]
-    assert base is not None
-    assert signed is not None
-    ratio = (base.loss / signed.loss.clamp(min=1e-12)).log()
-    return int(ratio.argsort()[(len(ratio) - 1) // 2])
 
 
 def loss_table(runs: Sequence[MethodRun], methods: Sequence[Method], neurons: int) -> list[list[str]]:

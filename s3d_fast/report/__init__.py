@@ -6,12 +6,14 @@ from s3d_fast.growth.run_folder import read_spectra
 from s3d_fast.report.comparison import comparison_table
 from s3d_fast.report.drawing import require_matplotlib
 from s3d_fast.report.html import write_comparison, write_report
+from s3d_fast.report.rbf_panels import rbf_figure
 
 __all__ = [
     "PhaseRecord",
     "Run",
     "comparison_table",
     "eigen_share",
+    "rbf_figure",
     "read_run",
     "read_spectra",
     "require_matplotlib",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from s3d_fast import report
 from s3d_fast.experiments import rbf_growth as rbf
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.models.rbf_batch import RBFBatch, random_rbf
+from s3d_fast.report import rbf_panels
 
 SMALL = rbf.RBFSettings(seeds=4, neurons=5, steps=40, points=200)
 
@@ -109,6 +114,39 @@ def test_table_and_verdict_show_the_losses_of_the_runs(runs: list[rbf.MethodRun]
     text = rbf.verdict(runs)
     assert f"S2D ends at {stage.loss.quantile(0.5).item():.3g}" in text
     assert text.count("seed by seed") == 5
+
+
+def test_the_figure_is_drawn_from_the_runs(problem: rbf.Problem, runs: list[rbf.MethodRun], tmp_path: Path) -> None:
+    report.rbf_figure(runs, problem, SMALL, tmp_path / "rbf.png")
+    assert (tmp_path / "rbf.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_positive_branch_of_s2d_is_its_next_stage(problem: rbf.Problem, runs: list[rbf.MethodRun]) -> None:
+    stage, following = runs[0].stages[:2]
+    assert runs[0].method == rbf.S2D
+    for seed, neuron in enumerate(stage.chosen.tolist()):
+        branch = problem.positive_branch(stage, seed, SMALL)
+        if neuron < 0:
+            assert branch is None
+        else:
+            assert branch is not None
+            torch.testing.assert_close(branch.theta[0].double(), following.model.theta[seed], rtol=1e-4, atol=1e-5)
+    assert (stage.chosen >= 0).any()
+
+
+def test_methods_part_where_half_of_the_seeds_are_split_differently(runs: list[rbf.MethodRun]) -> None:
+    base, signed = (next(run for run in runs if run.method == method) for method in (rbf.S2D, rbf.Method(2, 3.0)))
+    assert rbf_panels.divergence(base, base) is None
+    stages = [replace(stage, chosen=stage.chosen.clone()) for stage in base.stages]
+    stages[1].chosen[0] = 99
+    stages[2].chosen[2] = 99
+    assert rbf_panels.divergence(replace(base, stages=stages), base) == base.stages[2].steps
+    at = base.at(5)
+    assert at is not None
+    losses = torch.tensor([4.0, 1.0, 3.0, 2.0])
+    bases = replace(base, stages=[replace(at, loss=losses)])
+    other = replace(signed, stages=[replace(at, loss=torch.ones(4))])
+    assert rbf_panels.typical_seed(bases, other) == 3
 
 
 def test_runs_are_reproducible(problem: rbf.Problem, runs: list[rbf.MethodRun]) -> None:
