@@ -201,7 +201,7 @@ class Grower:
             self._save("epoch", phase.index, unfinished=phase)
 
         # Epochs that were trained before the run was resumed count too.
-        phase.seconds["train"] = sum(epoch.seconds for epoch in phase.epochs)
+        phase.seconds["train"] = sum(epoch["seconds"] for epoch in phase.epochs)
         self.train(
             self.model,
             self.optimizer,

@@ -1,7 +1,7 @@
 """Dataclasses as JSON objects: strict when they are written, tolerant when they are read.
 
-A number that is not finite is written as null. A reader gives missing fields their defaults, ignores unknown fields,
-and turns null into NaN. It checks the value of every field: files are not trusted.
+A number that is not finite is written as null. A reader ignores unknown fields, and gives fields that are missing, null
+or not finite their defaults. It checks the value of every field: files are not trusted.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ Record = TypeVar("Record")
 Reader = Callable[[str, Any, str], Any]
 
 
-def number(where: str, value: Any, name: str) -> float:
-    """Return a number of a record; NaN if it is null, not finite or too large.
+def number(where: str, value: Any, name: str) -> float | None:
+    """Return a number of a record; None if it is null, not finite or too large.
 
     Raises:
         ValueError: it is neither a number nor null.
     """
-    if value is None or value is MISSING:
-        return math.nan
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{where}: {name} must be a number or null, got {shown(value)}")
     try:
-        return float(value) if math.isfinite(value) else math.nan
+        return float(value) if math.isfinite(value) else None
     except OverflowError:
-        return math.nan
+        return None
 
 
 def count(where: str, value: Any, name: str) -> int:
@@ -47,7 +47,7 @@ def count(where: str, value: Any, name: str) -> int:
 def numbers(where: str, value: Any, name: str) -> dict[str, float]:
     """Return the numbers by name; null and numbers that are not finite are left out."""
     found = {key: number(f"{where}, {name}", part, key) for key, part in mapping(f"{where}: {name}", value).items()}
-    return {key: part for key, part in found.items() if math.isfinite(part)}
+    return {key: part for key, part in found.items() if part is not None}
 
 
 def counts(where: str, value: Any, name: str) -> dict[str, int]:
@@ -73,7 +73,9 @@ def shown(value: Any) -> str:
 
 READERS: Mapping[str, Reader] = {
     "int": count,
+    "int | None": count,
     "float": number,
+    "float | None": number,
     "dict[str, int]": counts,
     "dict[str, float]": numbers,
 }
@@ -97,10 +99,13 @@ def read(kind: type[Record], where: str, value: Any, readers: Mapping[str, Reade
         given = found.get(one.name, MISSING)
         optional = one.default is not MISSING or one.default_factory is not MISSING
         kind_of_field = str(one.type)
-        # A number that is missing or null is NaN, and an empty value of any kind is an empty collection.
+        # An empty value of any kind is an empty collection.
         is_empty = given in (None, MISSING) or (kind_of_field.startswith(("dict", "list")) and not given)
-        if kind_of_field == "float" or not (optional and is_empty):
-            arguments[one.name] = readers[kind_of_field](where, given, one.name)
+        if optional and is_empty:
+            continue
+        known = readers[kind_of_field](where, given, one.name)
+        if known is not None:
+            arguments[one.name] = known
     return kind(**arguments)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from s3d_fast.growth.json_records import READERS, mapping, read, shown
 
@@ -14,8 +14,10 @@ EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
 
 
 @dataclass(frozen=True, eq=False)
-class Epoch(Mapping[str, Any]):
-    """What happened in one epoch of training. It is also a mapping, as in history.jsonl: `epoch["loss"]`.
+class Epoch(dict[str, Any]):
+    """What happened in one epoch of training. It is also a dict, as in history.jsonl: `epoch["loss"]`.
+
+    A trainer sets every field. What a file does not tell is None.
 
     Attributes:
         epoch: its number in the phase, from 0.
@@ -27,27 +29,19 @@ class Epoch(Mapping[str, Any]):
     """
 
     epoch: int
-    loss: float = math.nan
-    learning_rate: float = math.nan
-    seconds: float = math.nan
-    samples: int = 0
+    loss: float | None = None
+    learning_rate: float | None = None
+    seconds: float | None = None
+    samples: int | None = None
     loss_scale: float = 1.0
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.__dataclass_fields__:
-            raise KeyError(name)
-        return getattr(self, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (one.name for one in fields(self))
-
-    def __len__(self) -> int:
-        return len(fields(self))
+    def __post_init__(self) -> None:
+        self.update(vars(self))
 
 
 @dataclass
-class Phase:
-    """What happened in one phase of growth: training, and the split after it.
+class PhaseRecord:
+    """What is recorded of one phase of growth: training, and the split after it. What is not known is None.
 
     Attributes:
         index: the number of the phase, from 0.
@@ -55,7 +49,7 @@ class Phase:
         params: the number of all parameters of the model.
         macs: multiply-accumulates per sample of the layers that hold channels.
         metrics: what `evaluate` returned after training.
-        loss: the loss on the batches for splitting, after training; NaN in the last phase, which does not split.
+        loss: the loss on the batches for splitting, after training; not known in the last phase, which does not split.
         split_loss: the same loss after the split.
         predicted_change: eps^2 / 2 times the sum of the gains.
         gains: the sum of the gains of every unit's splits.
@@ -76,9 +70,9 @@ class Phase:
     params: int
     macs: int
     metrics: dict[str, float] = field(default_factory=dict)
-    loss: float = math.nan
-    split_loss: float = math.nan
-    predicted_change: float = 0.0
+    loss: float | None = None
+    split_loss: float | None = None
+    predicted_change: float | None = None
     gains: dict[str, float] = field(default_factory=dict)
     new_filters: dict[str, int] = field(default_factory=dict)
     splits: int = 0
@@ -90,11 +84,6 @@ class Phase:
     scratch: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     epochs: list[Epoch] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, past: Mapping[str, Any]) -> Phase:
-        """Return the phase that a checkpoint holds as plain data, perhaps with fields of another version."""
-        return cls(**{one.name: past[one.name] for one in fields(cls) if one.name in past})
 
     def __post_init__(self) -> None:
         # A checkpoint holds epochs as plain data, perhaps with fields of another version.
@@ -117,28 +106,46 @@ class Phase:
     @property
     def is_split(self) -> bool:
         """Whether the phase ended with a split."""
-        return math.isfinite(self.split_loss) or any(self.new_filters.values())
+        return _is_known(self.split_loss) or any(self.new_filters.values())
 
     @property
     def predicted(self) -> float | None:
         """The predicted change of the loss; None without a split, or if the method predicts nothing."""
         promised = self.is_split and (self.predicted_change != 0 or any(self.gains.values()))
-        return self.predicted_change if promised and math.isfinite(self.predicted_change) else None
+        return self.predicted_change if promised and _is_known(self.predicted_change) else None
 
     @property
     def measured(self) -> float | None:
         """The measured change of the loss; None if it is not known."""
-        change = self.split_loss - self.loss
-        return change if math.isfinite(change) else None
+        if not (_is_known(self.loss) and _is_known(self.split_loss)):
+            return None
+        return self.split_loss - self.loss
 
 
-def read_phase(where: str, value: Any) -> Phase:
+@dataclass
+class Phase(PhaseRecord):
+    """What happened in one phase of growth: training, and the split after it. A loss that is not known is NaN.
+
+    `PhaseRecord` has the fields.
+    """
+
+    loss: float = math.nan
+    split_loss: float = math.nan
+    predicted_change: float = 0.0
+
+    @classmethod
+    def of(cls, past: Mapping[str, Any]) -> Phase:
+        """Return the phase that a checkpoint holds as plain data, perhaps with fields of another version."""
+        return cls(**{one.name: past[one.name] for one in fields(cls) if one.name in past})
+
+
+def read_phase(where: str, value: Any) -> PhaseRecord:
     """Return a phase from a JSON object; an epoch without a number gets its place in the list.
 
     Raises:
         ValueError: a field has a wrong value. The message says where, what was expected and what was found.
     """
-    return read(Phase, where, value, {**READERS, "list[Epoch]": _epochs})
+    return read(PhaseRecord, where, value, {**READERS, "list[Epoch]": _epochs})
 
 
 def _epochs(where: str, value: Any, name: str) -> list[Epoch]:
@@ -147,3 +154,7 @@ def _epochs(where: str, value: Any, name: str) -> list[Epoch]:
     places = f"{where}, {name}"
     found = [{key: entry for key, entry in mapping(places, part).items() if entry is not None} for part in value]
     return [read(Epoch, places, {"epoch": place} | part) for place, part in enumerate(found)]
+
+
+def _is_known(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from s3d_fast.growth.record import EIGEN_STAGES, Phase
+from s3d_fast.growth.record import EIGEN_STAGES, PhaseRecord
 from s3d_fast.growth.run_folder import RunFolder
 
 
@@ -19,13 +19,13 @@ class Run:
     Attributes:
         folder: the folder of the run.
         about: the content of run.json.
-        phases: the phases in order; the last may be in progress.
+        phases: the phases in order; the last may be in progress. Numbers that the files do not tell are None.
         notes: sentences about problems with the files.
     """
 
     folder: Path
     about: dict[str, Any]
-    phases: list[Phase]
+    phases: list[PhaseRecord]
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,7 +102,7 @@ def eigen_share(run: Run) -> float:
     return share_of_eigen_stages(run.phases)
 
 
-def share_of_eigen_stages(phases: Sequence[Phase]) -> float:
+def share_of_eigen_stages(phases: Sequence[PhaseRecord]) -> float:
     """Return the share of splitting (`EIGEN_STAGES`) in all seconds of some phases; NaN if none are recorded."""
     eigen = sum(phase.seconds.get(stage, 0.0) for phase in phases for stage in EIGEN_STAGES)
     total = sum(sum(phase.seconds.values()) for phase in phases)

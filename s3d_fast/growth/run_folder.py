@@ -17,7 +17,7 @@ from torch import Tensor
 from s3d_fast.base.files import write_whole
 from s3d_fast.growth import checkpoint
 from s3d_fast.growth.json_records import mapping, shown, to_json
-from s3d_fast.growth.record import Phase, read_phase
+from s3d_fast.growth.record import PhaseRecord, read_phase
 
 # The entries of run.json: name -> (type, type in words, default).
 ABOUT: dict[str, tuple[type, str, Any]] = {
@@ -113,11 +113,11 @@ class RunFolder:
             spectra[unit] = (np.asarray(pair[0], dtype=np.float64), np.asarray(pair[1], dtype=np.float64))
         return spectra
 
-    def write_history(self, phases: Sequence[Phase]) -> None:
+    def write_history(self, phases: Sequence[PhaseRecord]) -> None:
         """Write a line of strict JSON for every phase; NaN and infinity become null."""
         write_whole(self.path / "history.jsonl", "".join(to_json(phase) + "\n" for phase in phases).encode())
 
-    def read_history(self) -> tuple[list[Phase], tuple[str, ...]]:
+    def read_history(self) -> tuple[list[PhaseRecord], tuple[str, ...]]:
         """Return the phases in the order of their lines, and sentences about problems with the file.
 
         Raises:

@@ -103,11 +103,10 @@ class EpochTrainer:
                     before_epoch(epoch)
                     record = self._epoch(epoch, start, step, optimizer, rates, bar)
                     self.world.level(model)
-                    if not math.isfinite(record.loss):
-                        raise ValueError(
-                            f"the training loss is not finite in phase {phase}, epoch {epoch}: {record.loss}"
-                        )
-                    bar.set_postfix(epoch=epoch, loss=f"{record.loss:.4g}")
+                    loss = record["loss"]
+                    if not math.isfinite(loss):
+                        raise ValueError(f"the training loss is not finite in phase {phase}, epoch {epoch}: {loss}")
+                    bar.set_postfix(epoch=epoch, loss=f"{loss:.4g}")
                     after_epoch(record)
         finally:
             # Restore the rates that the schedule multiplies next time.

@@ -239,7 +239,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
 
     def batches(phase: int) -> Iterable[Any]:
         assert grower.phase is not None
-        seconds = [epoch.seconds for epoch in grower.phase.epochs]
+        seconds = [epoch["seconds"] for epoch in grower.phase.epochs]
         return split_data.batches(median(seconds) if seconds else None)
 
     grower = Grower(

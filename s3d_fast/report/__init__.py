@@ -1,6 +1,6 @@
 """Reports of runs: figures, the report of one run, and the comparison of several."""
 
-from s3d_fast.growth.record import Phase as PhaseRecord
+from s3d_fast.growth.record import PhaseRecord
 from s3d_fast.growth.run import Run, eigen_share, read_run
 from s3d_fast.growth.run_folder import read_spectra
 from s3d_fast.report.comparison import comparison_table

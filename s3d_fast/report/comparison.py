@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from s3d_fast.growth.record import Phase
+from s3d_fast.growth.record import PhaseRecord
 from s3d_fast.growth.run import Run, main_metric
 from s3d_fast.report import drawing, wording
 from s3d_fast.report.drawing import canvas, label, png
@@ -30,9 +30,9 @@ class Group:
     method: str
     runs: list[Run]
 
-    def phases(self) -> Iterator[tuple[int, list[Phase]]]:
+    def phases(self) -> Iterator[tuple[int, list[PhaseRecord]]]:
         """Yield every phase that at least one run has finished training, with the records of those runs."""
-        by_index: dict[int, list[Phase]] = {}
+        by_index: dict[int, list[PhaseRecord]] = {}
         for run in self.runs:
             for phase in run.phases:
                 if phase.is_trained:
@@ -147,7 +147,9 @@ def _promises(groups: Sequence[Group]) -> Figure:
     return Figure("compare-promises", "Predicted and measured change of the loss", f"Left out: {why}")
 
 
-def _overlay(axis: Any, groups: Sequence[Group], metric: str, place: Callable[[Run, Phase], float]) -> list[float]:
+def _overlay(
+    axis: Any, groups: Sequence[Group], metric: str, place: Callable[[Run, PhaseRecord], float]
+) -> list[float]:
     """Draw each group's median metric against its median `place`, with the metric's range; return the places."""
     drawn: list[float] = []
     styles = drawing.line_styles([group.method for group in groups])

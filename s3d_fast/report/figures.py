@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from s3d_fast.growth.record import EIGEN_STAGES, Phase
+from s3d_fast.growth.record import EIGEN_STAGES, PhaseRecord
 from s3d_fast.growth.run import Run, eigen_share, main_metric, share_of_eigen_stages
 from s3d_fast.growth.run_folder import read_spectra
 from s3d_fast.report import drawing, wording
@@ -175,7 +175,7 @@ def promises_figure(run: Run) -> Figure:
     return draw_promises("promises", {run.variant: (run.method, points)})
 
 
-def promised_and_measured(phases: Sequence[Phase]) -> list[tuple[int, float, float]]:
+def promised_and_measured(phases: Sequence[PhaseRecord]) -> list[tuple[int, float, float]]:
     """Return (phase, predicted change, measured change) of the splits that have both."""
     triples = ((phase.index, phase.predicted, phase.measured) for phase in phases)
     return [(index, first, second) for index, first, second in triples if first is not None and second is not None]
@@ -249,7 +249,7 @@ def training_figure(run: Run) -> Figure:
     """Draw the training loss over the epochs of all phases."""
     name, title = "training", "Training"
     losses = [epoch.loss for phase in run.phases for epoch in phase.epochs]
-    known = [loss for loss in losses if math.isfinite(loss)]
+    known = [loss for loss in losses if loss is not None]
     if not known:
         return Figure(name, title, "Left out: no epoch has a loss.")
     colour, _ = drawing.method_style(run.method)
@@ -261,7 +261,7 @@ def training_figure(run: Run) -> Figure:
         phases = [phase for phase in run.phases if phase.epochs]
         for place, phase in enumerate(phases):
             epochs = range(start + 1, start + len(phase.epochs) + 1)
-            values = [epoch.loss for epoch in phase.epochs]
+            values = [math.nan if epoch.loss is None else epoch.loss for epoch in phase.epochs]
             axis.plot(epochs, values, color=colour, marker="." if len(losses) <= 60 else "")
             if place:
                 axis.axvline(start + 0.5, color=drawing.GREY, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -290,7 +290,7 @@ def _number_points(axis: Any, points: Sequence[tuple[int, float, float]]) -> Non
             taken.append(place)
 
 
-def _widths(phase: Phase, units: Sequence[str]) -> list[int]:
+def _widths(phase: PhaseRecord, units: Sequence[str]) -> list[int]:
     return [phase.widths.get(unit, 0) for unit in units]
 
 
@@ -327,7 +327,7 @@ def _eigenvalue_ranges(axis: Any, layers: Mapping[str, Sequence[np.ndarray]], un
     axis.axhline(0, color=drawing.GREY, linewidth=0.8, zorder=0)
 
 
-def _stacked_seconds(axis: Any, phases: Sequence[Phase], stages: Sequence[str]) -> list[float]:
+def _stacked_seconds(axis: Any, phases: Sequence[PhaseRecord], stages: Sequence[str]) -> list[float]:
     """Draw the stages of every phase on top of each other; return the heights, in the axis's unit of time."""
     length, unit = drawing.time_unit(max(sum(phase.seconds.get(stage, 0.0) for stage in stages) for phase in phases))
     places = [phase.index for phase in phases]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from s3d_fast.base.files import write_whole
-from s3d_fast.growth.record import Phase
+from s3d_fast.growth.record import PhaseRecord
 from s3d_fast.growth.run import Run, eigen_share, main_metric, read_run, share_of_eigen_stages
 from s3d_fast.report import wording
 from s3d_fast.report.comparison import comparison_figures, comparison_table, group_runs
@@ -160,7 +160,7 @@ def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
-def _time(phases: Sequence[Phase]) -> str:
+def _time(phases: Sequence[PhaseRecord]) -> str:
     if not any(phase.seconds for phase in phases):
         return wording.NOTHING
     return wording.duration(sum(sum(phase.seconds.values()) for phase in phases))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,14 @@ from typing import Any
 import pytest
 
 from s3d_fast.growth.json_records import to_json
-from s3d_fast.growth.record import Epoch, Phase, read_phase
+from s3d_fast.growth.record import Epoch, Phase, PhaseRecord, read_phase
 from s3d_fast.growth.run_folder import RunFolder
 
 NEEDED = {"index": 1, "widths": {"a": 3}, "params": 10, "macs": 20}
 
 
-def full() -> Phase:
-    return Phase(
+def full() -> PhaseRecord:
+    return PhaseRecord(
         index=1,
         widths={"a": 3},
         params=10,
@@ -53,13 +55,25 @@ def test_every_field_is_written_and_read() -> None:
         assert getattr(without, name) != getattr(full(), name), name
 
 
-def test_missing_and_null_numbers_are_nan() -> None:
-    for record in (NEEDED, NEEDED | {"loss": None, "split_loss": None, "predicted_change": None, "metrics": None}):
-        phase = read_phase("here", record)
-        assert all(math.isnan(value) for value in (phase.loss, phase.split_loss, phase.predicted_change))
-        assert phase.predicted is None
-        assert phase.measured is None
+def test_numbers_that_are_missing_null_or_not_finite_are_none() -> None:
+    for given in (
+        {},
+        *({"loss": bad, "split_loss": bad, "predicted_change": bad} for bad in (None, math.inf, 10**400)),
+    ):
+        phase = read_phase("here", NEEDED | {"metrics": None} | given)
+        assert (phase.loss, phase.split_loss, phase.predicted_change) == (None, None, None)
+        assert (phase.predicted, phase.measured, phase.is_split) == (None, None, False)
         assert phase.metrics == {}
+
+
+def test_a_phase_under_way_has_numbers() -> None:
+    phase = Phase(0, {"a": 3}, 10, 20)
+    assert math.isnan(phase.loss)
+    assert math.isnan(phase.split_loss)
+    assert phase.predicted_change == 0
+    assert (phase.predicted, phase.measured, phase.is_split) == (None, None, False)
+    written = json.loads(to_json(phase))
+    assert (written["loss"], written["predicted_change"]) == (None, 0)
 
 
 def test_numbers_that_are_not_finite_are_written_as_null() -> None:
@@ -81,7 +95,7 @@ def test_an_epoch_without_a_number_gets_its_place() -> None:
     phase = read_phase("here", NEEDED | {"epochs": [{"loss": 1.0}, {"epoch": None}, {"epoch": 7, "unknown": 1}]})
     assert [epoch.epoch for epoch in phase.epochs] == [0, 1, 7]
     assert phase.epochs[0].loss == 1.0
-    assert math.isnan(phase.epochs[1].loss)
+    assert (phase.epochs[1].loss, phase.epochs[1].samples, phase.epochs[1].loss_scale) == (None, None, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -102,23 +116,15 @@ def test_a_field_that_holds_something_else_is_named(record: Any, message: str) -
         read_phase("here", record)
 
 
-def test_an_epoch_is_a_mapping_of_its_fields() -> None:
-    epoch = Epoch(3, loss=1.0)
-    assert list(epoch) == ["epoch", "loss", "learning_rate", "seconds", "samples", "loss_scale"]
-    assert epoch["loss"] == epoch.loss == 1.0
-    assert dict(epoch) == dict(epoch.items())
-    assert Epoch(3, 1.0, 0.1, 2.0) == {
-        "epoch": 3,
-        "loss": 1.0,
-        "learning_rate": 0.1,
-        "seconds": 2.0,
-        "samples": 0,
-        "loss_scale": 1.0,
-    }
-    for name in ("keys", "items", 0, None):
-        assert name not in epoch
-    with pytest.raises(KeyError):
-        epoch["keys"]
+def test_an_epoch_is_a_dict_of_its_fields() -> None:
+    epoch = Epoch(3, 1.0, 0.1, 2.0, 64)
+    fields = {"epoch": 3, "loss": 1.0, "learning_rate": 0.1, "seconds": 2.0, "samples": 64, "loss_scale": 1.0}
+    assert epoch == fields
+    assert list(epoch) == list(fields)
+    assert {name: getattr(epoch, name) for name in fields} == asdict(epoch) == fields
+    assert json.loads(json.dumps(epoch)) == fields
+    for same in (pickle.loads(pickle.dumps(epoch)), copy.deepcopy(epoch)):
+        assert (same, same.loss) == (epoch, 1.0)
 
 
 def test_a_checkpoint_of_another_version_is_restored() -> None:
