@@ -205,6 +205,8 @@ class _Lockstep:
     def _place(self) -> None:
         """Assign every layer its slice of the filters."""
         self.own: dict[_Spaces, slice] = {}
+        # Made at the first step, and again when a tensor is replaced: most steps find them here.
+        self.states: dict[_Spaces, KrylovState] = {}
         first = 0
         for spaces in self.layers:
             self.own[spaces] = slice(first, first + len(spaces))
@@ -214,19 +216,26 @@ class _Lockstep:
         """Turn the product S q of a layer into the next basis vector of every space."""
         if spaces.steps + 1 == spaces.basis.shape[1]:
             spaces.basis = _enlarged(spaces.basis, min(2 * spaces.steps, spaces.basis.shape[2]) + 1)
+            self.states.pop(spaces, None)
         if spaces.steps + 1 == self.alpha.shape[1]:
             self.alpha, self.beta = (_enlarged(tensor, 2 * spaces.steps + 1) for tensor in (self.alpha, self.beta))
-        own = self.own[spaces]
-        state = KrylovState(
-            basis=spaces.basis,
-            q=spaces.q,
-            alpha=self.alpha[own],
-            beta=self.beta[own],
-            length=self.length[own],
-            scale=self.scale[own],
-        )
-        self.backend.krylov_extend(state, product, spaces.steps)
+            self.states.clear()
+        self.backend.krylov_extend(self._state(spaces), product, spaces.steps)
         spaces.steps += 1
+
+    def _state(self, spaces: _Spaces) -> KrylovState:
+        """Return the tensors of a layer's spaces, its own ones and its slices of the common ones."""
+        if spaces not in self.states:
+            own = self.own[spaces]
+            self.states[spaces] = KrylovState(
+                basis=spaces.basis,
+                q=spaces.q,
+                alpha=self.alpha[own],
+                beta=self.beta[own],
+                length=self.length[own],
+                scale=self.scale[own],
+            )
+        return self.states[spaces]
 
     def progress(self) -> Tensor:  # (2, filters), bool
         """Find the Ritz vectors; return which filters have converged, and which of them may leave."""
@@ -256,11 +265,13 @@ class _Lockstep:
                 spaces.release(range(len(spaces)), *results)
                 # Free the basis: it is large and no longer needed.
                 spaces.basis = spaces.basis.new_empty(0, 0, spaces.basis.shape[2])
+                self.states.pop(spaces, None)
                 continue
             rows = list(range(own.start, own.stop))
             if sum(leaving[own]) >= LEAVING_SHARE * len(spaces):
                 spaces.release([i - own.start for i in rows if leaving[i]], *results)
                 rows = [i for i in rows if not leaving[i]]
+                self.states.pop(spaces, None)
                 spaces.keep([i - own.start for i in rows])
             remaining.append(spaces)
             staying += rows
