@@ -14,8 +14,9 @@ from s3d_fast.backends.operations import (
 from s3d_fast.base.version import VERSION
 from s3d_fast.capture.all_batches import Captured, capture, plan_capture
 from s3d_fast.capture.budget import CapturePlan
+from s3d_fast.capture.layers import capture_layers
 from s3d_fast.growth import schedules
-from s3d_fast.growth.checkpoint import load_grown, save_grown
+from s3d_fast.growth.checkpoint import layer_arguments, load_grown, resize_like, save_grown
 from s3d_fast.growth.grower import Grower
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.training import EpochTrainer
@@ -25,7 +26,8 @@ from s3d_fast.maths.incoming import Incoming, incoming_edges
 from s3d_fast.maths.schemes import Split, optimal_split, split_gain
 from s3d_fast.network.costs import Cost, count, marginal
 from s3d_fast.network.graph import Graph, Unit
-from s3d_fast.network.layers import register_layer
+from s3d_fast.network.registered import register_layer
+from s3d_fast.network.rules import Rule, register_operation
 from s3d_fast.network.tracing import trace
 from s3d_fast.operators import (
     ConvOperator,
@@ -36,6 +38,7 @@ from s3d_fast.operators import (
     SumOperator,
 )
 from s3d_fast.solvers import Spectrum, extremal_eigenpairs
+from s3d_fast.splitting.optimizers import register_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 from s3d_fast.splitting.selection import select
 from s3d_fast.splitting.surgery import apply_splits
@@ -60,6 +63,7 @@ __all__ = [
     "NeuronSplit",
     "Phase",
     "PointwiseOperator",
+    "Rule",
     "Spectrum",
     "Split",
     "SplitPlan",
@@ -72,17 +76,22 @@ __all__ = [
     "add_splitting_matrices",
     "apply_splits",
     "capture",
+    "capture_layers",
     "conv_matvec",
     "count",
     "curvature_coefficients",
     "edgeconv_matvec",
     "extremal_eigenpairs",
     "incoming_edges",
+    "layer_arguments",
     "load_grown",
     "marginal",
     "optimal_split",
     "plan_capture",
     "register_layer",
+    "register_operation",
+    "register_optimizer",
+    "resize_like",
     "save_grown",
     "schedules",
     "select",

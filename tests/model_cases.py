@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from s3d_fast.models import DGCNN, MLP, VGG19, MobileNetV1, ResNet, TransformerBlock
 from s3d_fast.network.graph import Graph
+from s3d_fast.network.tracing import trace
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 
 MakeActivation = Callable[[], nn.Module]
@@ -18,7 +19,10 @@ MakeActivation = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model: how to build it with a given activation, the shape of its inputs, and its units."""
+    """A model: how to build it with a given activation, the shape of its inputs, and its units.
+
+    `uncaptured` names the units that can be split, but whose splitting matrices `capture` cannot compute.
+    """
 
     name: str
     build: Callable[[MakeActivation], nn.Module]
@@ -26,6 +30,12 @@ class ModelCase:
     units: tuple[str, ...]
     smooth: MakeActivation = nn.SiLU
     kinked: MakeActivation = nn.ReLU
+    uncaptured: tuple[str, ...] = ()
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """The units whose splitting matrices `capture` computes."""
+        return tuple(name for name in self.units if name not in self.uncaptured)
 
     def model(self, activation: MakeActivation | None = None, seed: int = 0) -> nn.Module:
         """Return the model in eval mode with random BatchNorms; by default it has the smooth activation."""
@@ -114,7 +124,14 @@ MODELS = (
     ModelCase("mlp", partial(_mlp, batchnorm=False), (7, 4), ("layers.0", "layers.2")),
     ModelCase("mlp-batchnorm", partial(_mlp, batchnorm=True), (7, 4), ("layers.0", "layers.3")),
     ModelCase("vgg", _vgg, (2, 3, 32, 32), (*(f"features.{i}" for i in VGG_CONVOLUTIONS), "classifier.0")),
-    ModelCase("resnet", _resnet, (3, 3, 6, 6), tuple(f"blocks.{i}.conv1" for i in range(3))),
+    ModelCase(
+        "resnet",
+        _resnet,
+        (3, 3, 6, 6),
+        # The two streams are a unit each: the first begins at the stem, the second in the last block.
+        ("stem.0", *(f"blocks.{i}.conv1" for i in range(3)), "blocks.2.conv2"),
+        uncaptured=("blocks.2.conv2",),
+    ),
     ModelCase("mobilenet", _mobilenet, (3, 3, 16, 16), ("stem.0", *(f"blocks.{i}.3" for i in range(13)))),
     ModelCase(
         "dgcnn",
@@ -126,6 +143,13 @@ MODELS = (
     ModelCase("transformer", _transformer, (2, 5, 4), ("up",), smooth=nn.GELU),
 )
 BY_NAME = {case.name: case for case in MODELS}
+
+
+@cache
+def traced(case: ModelCase, kinked: bool = False) -> tuple[nn.Module, Graph]:
+    """Return a model and its graph, the same ones for all tests: copy the model to change it."""
+    model = case.model(case.kinked if kinked else None)
+    return model, trace(model, case.inputs())
 
 
 def randomise_norms(model: nn.Module, inputs: Tensor | None = None) -> None:
@@ -170,6 +194,20 @@ def random_plan(
                 weights[0] *= -0.4
             offsets = torch.randn(m, unit.fan_in, generator=generator, dtype=torch.float64)
             splits.append(NeuronSplit(name, neuron, weights / weights.sum(), offsets, 0.0))
+    return SplitPlan(graph, splits)
+
+
+def unseen_plan(graph: Graph, name: str, neurons: Iterable[int], seed: int = 0) -> SplitPlan:
+    """Return a plan whose splits the outputs must not show at any step: the only copy that moves has weight zero."""
+    generator = torch.Generator().manual_seed(seed)
+    fan_in = graph.units[name].fan_in
+    splits = []
+    for neuron in neurons:
+        share = 0.3 + 0.4 * float(torch.rand(1, generator=generator))
+        offsets = torch.zeros(3, fan_in, dtype=torch.float64)
+        offsets[2] = torch.randn(fan_in, generator=generator, dtype=torch.float64)
+        weights = torch.tensor([share, 1 - share, 0.0], dtype=torch.float64)
+        splits.append(NeuronSplit(name, neuron, weights, offsets, 0.0))
     return SplitPlan(graph, splits)
 
 

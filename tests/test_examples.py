@@ -34,6 +34,14 @@ def test_digits_mlp_grows_and_gets_better() -> None:
     assert float(found[-1][2]) > float(found[0][2])
 
 
+def test_a_grower_of_its_own_takes_our_eigenpairs() -> None:
+    out = run("own_grower.py")
+    found = re.findall(r"loss ([\d.]+); now (\d+) and (\d+) neurons", out)
+    assert len(found) == 4
+    assert [int(first) + int(second) for _, first, second in found] == [7, 8, 9, 10]
+    assert float(found[-1][0]) < 0.7 * float(found[0][0])
+
+
 def test_own_module_predicts_the_change_of_its_loss() -> None:
     out = run("own_module.py")
     assert re.search(r"narrow +conv +4 +yes", out)

@@ -45,6 +45,14 @@ def test_the_eigen_backend_works_alone() -> None:
     assert names["split"].weights.shape == (3, 2)  # type: ignore[attr-defined]
 
 
+def test_the_eigen_backend_works_by_names_of_layers() -> None:
+    names: dict[str, object] = {}
+    exec(BLOCKS[2], names)
+    exec(next(block for block in BLOCKS if "capture_layers" in block), names)
+    assert names["weight"].shape == names["model"].layers[0].weight.shape  # type: ignore[attr-defined]
+    assert names["bias"].shape == names["model"].layers[0].bias.shape  # type: ignore[attr-defined]
+
+
 def test_the_list_of_public_names_is_up_to_date() -> None:
     folder = Path(__file__).parent.parent / "docs"
     names: dict[str, object] = {"__name__": "make_api", "__file__": str(folder / "make_api.py")}

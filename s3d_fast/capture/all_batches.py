@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,12 @@ from tqdm import tqdm
 from s3d_fast.base import byte_counts, require
 from s3d_fast.base.batches import length_of
 from s3d_fast.capture.budget import CapturePlan, UnitNeed, decide, fits_as_it_comes, half_error, scratch_folder
-from s3d_fast.capture.one_batch import BatchCapture
-from s3d_fast.network.graph import Graph, Unit
+from s3d_fast.capture.one_batch import BatchCapture, Capturer
+from s3d_fast.network.graph import Graph, Unit, stored_tensors
 from s3d_fast.network.undisturbed import undisturbed
+from s3d_fast.network.wrapping import unwrap
 from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator
+from s3d_fast.operators.operator import LayerShape
 from s3d_fast.operators.streamed import DiskStream, RecomputedStream, Stream, StreamedOperator, UnitOperators, shell
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -31,11 +33,13 @@ class Captured(dict[str, SplittingOperator]):
         loss: the average loss over the batches.
         plan: what is kept of every unit, and where; None without a budget.
         stream: reads units again at every step; None if all units are in memory.
+        layers: the shape of each unit's weight, and whether it has a bias.
     """
 
     loss: float = float("nan")
     plan: CapturePlan | None = None
     stream: Stream | None = None
+    layers: Mapping[str, LayerShape] = {}
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that each unit's operator holds in memory."""
@@ -99,11 +103,38 @@ def capture(
         ValueError: no batches, an unknown unit, a stale graph, a budget that is too small for one batch, or a loss or
             gradient that is not finite; the message names the batch and the unit.
     """
+    model = unwrap(model)
     chosen = _choose(graph, units)
     graph.check_same(model)
+    if graph.module.meta.get("lost_regions"):
+        raise ValueError(
+            "the model writes into views of tensors, and switches gradients off in parts of its code; torch.export "
+            "loses where. Write one of the two differently, or use capture_layers"
+        )
+    capturer = BatchCapture(model, loss_fn, graph, sharpness)
+    captured = capture_with(capturer, chosen, batches, dtype, memory_budget, scratch, progress)
+    stored = stored_tensors(model)
+    captured.layers = {unit.name: _layer_shape(stored[unit.weight], unit) for unit in chosen}
+    return captured
+
+
+def _layer_shape(weight: Tensor, unit: Unit) -> LayerShape:
+    return LayerShape(tuple(weight.shape), unit.row_axis, unit.bias is not None)
+
+
+def capture_with(
+    capturer: Capturer,
+    chosen: Sequence[Any],
+    batches: Iterable[Any],
+    dtype: torch.dtype | None,
+    memory_budget: int | str | None,
+    scratch: str | os.PathLike[str] | bool,
+    progress: bool,
+) -> Captured:
+    """Return the operators that a capturer of single batches makes of all batches; see `capture`."""
+    model = capturer.model
     if dtype is not None:
         require.choice("dtype", dtype, DTYPES)
-    capturer = BatchCapture(model, loss_fn, graph, sharpness)
     keeper, budget = _Keeper(), None
     if memory_budget is not None:
         budget = byte_counts.as_bytes("memory_budget", memory_budget)
@@ -116,7 +147,7 @@ def capture(
             if budget is not None and index == 0:
                 first = _measured(capturer, batch, chosen, count, budget)
                 plan = decide(first.needs, count, budget, first.seconds, scratch)
-                keeper = _Keeper(plan, scratch, _recapture(capturer, batches))
+                keeper = _Keeper(plan, scratch, _recapture(capturer, batches, chosen))
                 if first.operators:
                     losses.append(first.loss)
                     while first.operators:
@@ -160,7 +191,9 @@ def plan_capture(
     require.count("n_batches", n_batches)
     budget = None if memory_budget is None else byte_counts.as_bytes("memory_budget", memory_budget)
     pair = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
-    capturer = BatchCapture(graph.module, lambda output, target: output.float().square().mean(), graph, None)
+    if graph.model is None:
+        raise ValueError("graph must come from `trace`")
+    capturer = BatchCapture(graph.model, lambda output, target: output.float().square().mean(), graph, None)
     first = _measured(capturer, pair, _choose(graph, units), n_batches, budget)
     return decide(first.needs, n_batches, budget, first.seconds, scratch)
 
@@ -224,16 +257,18 @@ class _Keeper:
         return StreamedOperator(self.stream, name, like, rows, None if common is None else common / batches)
 
 
-def _recapture(capturer: BatchCapture, batches: Iterable[Any]) -> Callable[[Collection[str]], Iterator[UnitOperators]]:
+def _recapture(
+    capturer: Capturer, batches: Iterable[Any], units: Sequence[Any]
+) -> Callable[[Collection[str]], Iterator[UnitOperators]]:
     """Return a function that captures given units on all batches again; it raises if the model has changed."""
     state = [*capturer.model.parameters(), *capturer.model.buffers()]
     versions = [tensor._version for tensor in state]
 
-    def recapture(units: Collection[str]) -> Iterator[UnitOperators]:
-        capturer.graph.check(capturer.model)
+    def recapture(names: Collection[str]) -> Iterator[UnitOperators]:
+        capturer.check()
         if [tensor._version for tensor in state] != versions:
             raise ValueError("the model has changed since it was captured; capture it again")
-        chosen = [unit for unit in capturer.graph if unit.name in units]
+        chosen = [unit for unit in units if unit.name in names]
         for index, batch in enumerate(batches):
             operators: dict[str, SplittingOperator] = {}
             with undisturbed(capturer.model):
@@ -263,7 +298,7 @@ class _Measured:
     operators: dict[str, SplittingOperator]
 
 
-def _measured(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches: int, budget: int | None) -> _Measured:
+def _measured(capturer: Capturer, batch: Any, units: Sequence[Any], batches: int, budget: int | None) -> _Measured:
     needs: list[UnitNeed] = []
     operators: dict[str, SplittingOperator] = {}
     timed = 0.0
@@ -288,9 +323,20 @@ def _measured(capturer: BatchCapture, batch: Any, units: Sequence[Unit], batches
 
 
 def _choose(graph: Graph, units: Sequence[str] | None) -> list[Unit]:
+    """Return the units to capture: those that are named, or all whose splitting matrices can be computed.
+
+    Raises:
+        ValueError: a name is no unit, its matrices cannot be computed, or nothing is left.
+    """
     if units is None:
-        return list(graph)
-    for name in units:
-        if name not in graph.units:
-            raise ValueError(f"units: {name!r} is not a unit of this graph, which has {', '.join(graph.units)}")
-    return [graph.units[name] for name in dict.fromkeys(units)]
+        chosen = graph.captured()
+    else:
+        for name in units:
+            if name not in graph.units:
+                raise ValueError(f"units: {name!r} is not a unit of this graph, which has {', '.join(graph.units)}")
+            if graph.units[name].uncaptured:
+                raise ValueError(f"units: {name!r} cannot be captured: {graph.units[name].uncaptured}")
+        chosen = [graph.units[name] for name in dict.fromkeys(units)]
+    if not chosen:
+        raise ValueError("the model has nothing to split that could be captured; print(graph.explain()) says why")
+    return chosen

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +13,34 @@ from torch import Tensor, fx, nn
 from s3d_fast.backends.operations import unchecked_curvature
 from s3d_fast.base import require
 from s3d_fast.base.losses import checked_loss
-from s3d_fast.capture.folding import foldable, folded_convolution, norm_scale
+from s3d_fast.capture.folding import foldable, folded_convolution, module_scale, norm_scale
 from s3d_fast.maths.activations import Activation, activation
-from s3d_fast.network import fx_calls
+from s3d_fast.network.calls import Call, shape
 from s3d_fast.network.edgeconv import EdgeConv
-from s3d_fast.network.graph import Graph, Unit
+from s3d_fast.network.execution import Execution, in_order
+from s3d_fast.network.export import slow_attention
+from s3d_fast.network.graph import Graph, Unit, stored_tensors
+from s3d_fast.network.tracing import graph_for
 from s3d_fast.operators import ConvOperator, EdgeConvOperator, PointwiseOperator, SplittingOperator
+
+
+class Capturer(Protocol):
+    """Makes the operators of one batch at a time."""
+
+    model: nn.Module
+
+    def __call__(
+        self,
+        batch: Any,
+        index: int,
+        units: Sequence[Any],
+        keep: Callable[[str, SplittingOperator], object],
+        dtype: torch.dtype | None = None,
+    ) -> float:
+        """Call `keep` with the name and operator of every unit on this batch, one by one; return the loss."""
+
+    def check(self) -> None:
+        """Raise ValueError if the model has other layers than when the capture began."""
 
 
 class BatchCapture:
@@ -37,6 +58,10 @@ class BatchCapture:
     ) -> None:
         self.model, self.loss_fn, self.graph, self.sharpness = model, loss_fn, graph, sharpness
 
+    def check(self) -> None:
+        """Raise ValueError if the model has other layers than when it was traced."""
+        self.graph.check(self.model)
+
     def __call__(
         self,
         batch: Any,
@@ -46,40 +71,45 @@ class BatchCapture:
         dtype: torch.dtype | None = None,
     ) -> float:
         """Call `keep` with the name and operator of every unit on this batch, one by one; return the loss."""
-        taps = _Taps(self.graph.module, units)
-        with torch.enable_grad():
-            loss = _evaluate(self.loss_fn, _stand_in(self.model, taps), taps, batch, index)
+        with torch.enable_grad(), slow_attention():
+            stand_in = _StandIn(self.model, self.graph, units)
+            loss = checked_loss(stand_in.model, self.loss_fn, batch, index)
+            taps = stand_in.taps(index)
+            units = taps.units
             gradients = _gradients(loss, taps, units, index)
             while gradients:
                 # From last to first; the tensors of each unit are freed before the next operator is made.
                 unit, g = units[len(gradients) - 1], gradients.pop()
+                assert unit.activation is not None
                 act = activation(unit.activation, sharpness=self.sharpness)
                 keep(unit.name, _operator(self.model, taps, unit, act, g, dtype))
                 taps.forget(unit.name)
         return float(loss.detach())
 
 
-class _Taps(fx.Interpreter):
+class _Taps(Execution):
     """Evaluates the traced model and keeps, for every unit, the layer's input and the activation's input and output.
 
     It also keeps the layer's output if more than a BatchNorm stands between the layer and its activation.
     """
 
-    def __init__(self, module: fx.GraphModule, units: Sequence[Unit]) -> None:
-        super().__init__(module)
-        self.producers = {unit.producer_node: unit.name for unit in units}
-        self.direct = {unit.name: _is_direct(module, unit) for unit in units}
-        self.activations = {unit.activation_node: unit.name for unit in units}
+    def __init__(self, module: fx.GraphModule, model: nn.Module, units: Sequence[Unit]) -> None:
+        super().__init__(module, model)
+        self.nodes = {node.name: node for node in module.graph.nodes}
+        self.producers: dict[str, list[Unit]] = {}
+        self.activations: dict[str, list[Unit]] = {}
+        for unit in units:
+            self.producers.setdefault(unit.producer_node, []).append(unit)
+            self.activations.setdefault(unit.activation_node, []).append(unit)
+        self.befores: dict[str, list[Unit]] = {}
+        for unit in units:
+            self.befores.setdefault(unit.before_node, []).append(unit)
         # A folded convolution has no output of its own, so units whose output is kept are not folded.
-        needed = {unit.producer_node for unit in units if not self.direct[unit.name]}
+        needed = {unit.producer_node for unit in units if not unit.is_direct}
         self.folds = {conv: norm for conv, norm in foldable(module).items() if conv not in needed}
         self.folded = set(self.folds.values())
-        self.overwritten = fx_calls.overwritten(module, self.producers)
-        self.clear()
-
-    def clear(self) -> None:
-        self.env = {}
-        self.calls = 0
+        self.is_direct = all(unit.is_direct for unit in units)
+        self.units = units
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}
@@ -90,70 +120,52 @@ class _Taps(fx.Interpreter):
         for kept in (self.inputs, self.outputs, self.before, self.after):
             kept.pop(unit, None)
 
-    def run(self, *arguments: Any, **keywords: Any) -> Any:
-        self.calls += 1
-        return super().run(*arguments, **keywords)
-
-    def run_node(self, n: fx.Node) -> Any:
-        unit, act_unit = self.producers.get(n.name), self.activations.get(n.name)
-        if unit is not None:
-            x = self.env[n.all_input_nodes[0]].detach()
-            self.inputs[unit] = x.clone() if n in self.overwritten else x
-        elif act_unit is not None:
-            argument = n.all_input_nodes[0]
-            self.before[act_unit] = self.env[argument]
-            if fx_calls.is_inplace(n, self.submodules):
-                self.env[argument] = self.env[argument].clone()
+    def evaluate(self, n: fx.Node) -> Any:
+        made = self.producers.get(n.name, ())
+        for unit in made:
+            self.inputs[unit.name] = self.env[self.nodes[unit.source_node]].detach()
         if n.name in self.folds:
-            conv, norm = (self.submodules[str(node.target)] for node in (n, next(iter(n.users))))
-            result = folded_convolution(conv, norm, self.env[n.all_input_nodes[0]])
+            result = folded_convolution(n, self.nodes[self.folds[n.name]], self.env, self.module)
         elif n.name in self.folded:
             result = self.env[n.all_input_nodes[0]]
         else:
-            result = super().run_node(n)
-        if unit is not None:
+            result = super().evaluate(n)
+        if made:
             # The units behind this layer need a gradient even if nothing before it requires one.
             result = result if result.requires_grad else result.detach().requires_grad_()
-            if not self.direct[unit]:
-                self.outputs[unit] = result
-        if act_unit is not None:
-            self.after[act_unit] = result
-        own = unit is not None or act_unit is not None
-        return result.clone() if own and fx_calls.may_change(n, self.submodules) else result
+            for unit in made:
+                if not unit.is_direct:
+                    self.outputs[unit.name] = result
+        for unit in self.befores.get(n.name, ()):
+            self.before[unit.name] = result
+        for unit in self.activations.get(n.name, ()):
+            self.after[unit.name] = result
+        return result
 
 
-def _is_direct(module: fx.GraphModule, unit: Unit) -> bool:
-    """Return whether at most a BatchNorm stands between the layer and its activation."""
-    nodes = {node.name: node for node in module.graph.nodes}
-    before = nodes[unit.activation_node].all_input_nodes[0]
-    if unit.norm is not None and before.op == "call_module" and before.target == unit.norm:
-        before = before.all_input_nodes[0]
-    elif unit.norm is not None:
-        return False
-    return before.name == unit.producer_node
+class _StandIn:
+    """A shallow copy of the model, with the same submodules, whose forward pass runs in taps."""
 
+    def __init__(self, model: nn.Module, graph: Graph, units: Sequence[Unit]) -> None:
+        self.runs: list[_Taps] = []
+        self.model = copy.copy(model)
 
-def _stand_in(model: nn.Module, taps: _Taps) -> nn.Module:
-    """Return a shallow copy of the model, with the same submodules, whose forward pass runs in the taps."""
-    stand_in = copy.copy(model)
-    signature = inspect.signature(model.forward)
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            found = graph_for(graph, model, arguments, keywords)
+            taps = _Taps(found.module, model, [found.units[unit.name] for unit in units])
+            self.runs.append(taps)
+            return taps.run(*in_order(found.module, model, arguments, keywords))
 
-    def forward(*arguments: Any, **keywords: Any) -> Any:
-        if keywords:
-            bound = signature.bind(*arguments, **keywords)
-            bound.apply_defaults()
-            arguments = tuple(bound.arguments.values())
-        return taps.run(*arguments)
+        self.model.__dict__["forward"] = forward
+        # The graph contains what the model's own hooks do.
+        for table in ("_forward_hooks", "_forward_pre_hooks"):
+            self.model.__dict__[table] = type(getattr(model, table))()
 
-    stand_in.__dict__["forward"] = forward
-    return stand_in
-
-
-def _evaluate(loss_fn: Callable[[Any, Any], Tensor], model: nn.Module, taps: _Taps, batch: Any, index: int) -> Tensor:
-    loss = checked_loss(model, loss_fn, batch, index)
-    if taps.calls != 1:
-        raise ValueError(f"loss_fn must call the model exactly once per batch, got {taps.calls} calls")
-    return loss
+    def taps(self, index: int) -> _Taps:
+        """Return the taps of the one call of the model."""
+        if len(self.runs) != 1:
+            raise ValueError(f"loss_fn must call the model exactly once per batch, got {len(self.runs)} calls")
+        return self.runs[0]
 
 
 def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> list[Tensor]:
@@ -164,7 +176,7 @@ def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> 
     if not loss.requires_grad:
         raise ValueError(f"the loss of batch {index} does not depend on the model's units")
     # Keep the autograd graph only if `_coefficients` needs it; otherwise this pass frees it.
-    retain = not all(taps.direct.values())
+    retain = not taps.is_direct
     gradients = torch.autograd.grad(loss, ends, retain_graph=retain, allow_unused=True)
     found = []
     for unit, end, g in zip(units, ends, gradients, strict=True):
@@ -181,17 +193,20 @@ def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> 
 def _operator(
     model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g: Tensor, dtype: torch.dtype | None
 ) -> SplittingOperator:
-    module = model.get_submodule(unit.name)
     x = taps.inputs[unit.name]
     kept = x.dtype if dtype is None else dtype
     try:
-        if isinstance(module, EdgeConv):
+        if unit.kind == "edgeconv":
+            module = model.get_submodule(unit.name)
+            assert isinstance(module, EdgeConv)
             winner, C = _winners(module, x, g, act)
             return EdgeConvOperator(x.to(kept), winner, C.to(kept))
         C = _coefficients(model, taps, unit, act, g)
-        bias = module.bias is not None
-        if isinstance(module, nn.Conv2d):
-            return _conv_operator(module, x.to(kept), C.to(kept), bias)
+        bias = unit.bias is not None
+        if unit.kind == "conv":
+            call = Call(taps.nodes[unit.producer_node])
+            geometry = (shape(call["weight"])[2:], call["stride"], call["padding"], call["dilation"])
+            return conv_operator(x.to(kept), C.to(kept), bias, *geometry)
         return PointwiseOperator(x.flatten(0, -2).to(kept), C.flatten(0, -2).to(kept), bias=bias)
     except ValueError as error:
         raise ValueError(f"unit {unit.name!r}: {error}") from error
@@ -206,11 +221,15 @@ def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g:
             f"its activation must keep shape, dtype and device, got {tuple(z.shape)}, {z.dtype} on {z.device} -> "
             f"{tuple(g.shape)}, {g.dtype} on {g.device}"
         )
-    scale = None if unit.norm is None else norm_scale(model.get_submodule(unit.norm)).to(z.dtype)
     axis = unit.activation_axis
+    if unit.slope is not None:
+        # A PReLU is a x + (1 - a) relu(x).
+        slope = stored_tensors(model)[unit.slope].detach().to(z)
+        g = g * (1 - (slope if len(slope) == 1 else slope.reshape(-1, *[1] * (z.dim() - 1 - axis))))
+    scale = None if unit.norm_node is None else norm_scale(taps.nodes[unit.norm_node], taps.module).to(z.dtype)
     if scale is not None and len(scale) != z.shape[axis]:
         scale = scale.repeat_interleave(z.shape[axis] // len(scale))
-    if taps.direct[unit.name]:
+    if unit.is_direct:
         return unchecked_curvature(g, z, act, scale, axis)
     # Every entry of the activation's input is z = s a + t for one entry of a, perhaps after a transposition or a
     # maximum over positions. The vector-Jacobian product from z to a brings g act''(z) s back to the layout of a, and
@@ -222,25 +241,24 @@ def _coefficients(model: nn.Module, taps: _Taps, unit: Unit, act: Activation, g:
     return C
 
 
-def _conv_operator(module: nn.Conv2d, x: Tensor, C: Tensor, bias: bool) -> SplittingOperator:
-    padding = _explicit_padding(module)
-    top_left_equal = padding[0] == padding[1] and padding[2] == padding[3]
-    if module.padding_mode != "zeros" or not top_left_equal:
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = F.pad(x, padding, mode=mode)
-        padding = (0, 0, 0, 0)
-    if module.kernel_size == (1, 1) and padding == (0, 0, 0, 0):
-        rows = x[:, :, :: module.stride[0], :: module.stride[1]]
+def conv_operator(
+    x: Tensor, C: Tensor, bias: bool, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any
+) -> SplittingOperator:
+    """Return the operator of a 2-d convolution: on rows if its kernel is 1 x 1 or its patches are few numbers."""
+    stride, dilation = _pair(stride), _pair(dilation)
+    if x.dim() == 3:
+        x, C = x.unsqueeze(0), C.unsqueeze(0)
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        x = F.pad(x, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2))
+    padding = (0, 0) if isinstance(padding, str) else _pair(padding)
+    if kernel == (1, 1) and padding == (0, 0):
+        rows = x[:, :, :: stride[0], :: stride[1]]
         return PointwiseOperator(
             rows.movedim(1, -1).flatten(0, -2), C.movedim(1, -1).flatten(0, -2).contiguous(), bias=bias
         )
-    geometry: dict[str, Any] = {
-        "kernel_size": module.kernel_size,
-        "stride": module.stride,
-        "padding": (padding[2], padding[0]),
-        "dilation": module.dilation,
-    }
-    if x.shape[1] * module.kernel_size[0] * module.kernel_size[1] <= C.shape[1]:
+    geometry: dict[str, Any] = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    if x.shape[1] * kernel[0] * kernel[1] <= C.shape[1]:
         # The patches take no more memory than C. First layers are like this: few channels and many positions. There,
         # products over patches are several times faster than a convolution and its weight gradient.
         patches = F.unfold(x, **geometry)
@@ -250,16 +268,9 @@ def _conv_operator(module: nn.Conv2d, x: Tensor, C: Tensor, bias: bool) -> Split
     return ConvOperator(x, C, **geometry, bias=bias)
 
 
-def _explicit_padding(module: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Return the padding as F.pad takes it: left, right, top, bottom."""
-    if module.padding == "valid":
-        return (0, 0, 0, 0)
-    if module.padding == "same":
-        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        return (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2)
-    assert isinstance(module.padding, tuple)
-    height, width = module.padding
-    return (width, width, height, height)
+def _pair(given: Any) -> tuple[int, int]:
+    values = [int(one) for one in given] if isinstance(given, (list, tuple)) else [int(given)]
+    return (values[0], values[-1])
 
 
 def _winners(module: EdgeConv, x: Tensor, g: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
@@ -270,6 +281,6 @@ def _winners(module: EdgeConv, x: Tensor, g: Tensor, act: Activation) -> tuple[T
         slot = act(z).argmax(-2)
         winner = neighbours.gather(-1, slot)
         z = z.gather(-2, slot.unsqueeze(-2)).squeeze(-2)
-        scale = norm_scale(module.norm)
+        scale = module_scale(module.norm)
         C = unchecked_curvature(g.flatten(0, -2), z.flatten(0, -2), act, scale)
         return winner, C.view_as(z)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,9 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from s3d_fast.base.files import write_whole
-from s3d_fast.network import layers
-from s3d_fast.network.edgeconv import EdgeConv
-from s3d_fast.network.graph import SIZE_ATTRIBUTES
-from s3d_fast.splitting.undo import AllOrNothing, set_size
+from s3d_fast.network.sizes import fitting_sizes, size_attributes, wanted_shapes
+from s3d_fast.network.undo import AllOrNothing, set_size
+from s3d_fast.network.wrapping import unwrap
 
 FORMAT = "s3d_fast grown network 1"
 
@@ -27,48 +27,98 @@ def save_grown(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    model = unwrap(model)
     write(path, dict(model.state_dict()), {"sizes": layer_sizes(model)})
 
 
-def load_grown(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def load_grown(model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
     """Give a newly constructed model, of any widths, the saved weights and sizes; it then computes the same outputs.
 
     The model must have the same layers; its dtypes and devices stay. Changed parameters are new objects, so create the
     optimizer afterwards.
 
+    Args:
+        model: the model; also inside DistributedDataParallel, torch.compile and the like.
+        source: a file of `save_grown`, any other safetensors file, a `.pt`, `.pth`, `.bin` or `.ckpt` of PyTorch or
+            Lightning (loaded with weights_only, so that nothing in it is executed), or a state_dict.
+
     Raises:
-        ValueError: the file is not a grown network, its layers differ from the model's, or the size of a layer cannot
-            be set. The model is unchanged after this and any other error.
+        ValueError: the source holds no weights, its layers differ from the model's, or the size of a layer cannot be
+            set. The model is unchanged after this and any other error.
         OSError: the file cannot be read.
     """
-    tensors, record = read(path)
-    restore(model, tensors, record)
+    tensors, record = ({}, {}) if isinstance(source, Mapping) else read_any(source)
+    restore(unwrap(model), source if isinstance(source, Mapping) else tensors, record)
+
+
+def resize_like(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Give a newly constructed model the sizes of a grown one; `load_state_dict` then accepts the weights.
+
+    Tensors that change their size are new, and hold zeros; the others keep their values. The tensors of the state_dict
+    may be on the meta device: only their shapes are read.
+
+    Args:
+        model: the model, of any widths, with the same layers.
+        state_dict: of the grown model; prefixes of wrappers such as "module." do not matter.
+
+    Raises:
+        ValueError: the layers differ, or the size of a layer cannot be set. The model is unchanged then.
+    """
+    model = unwrap(model)
+    state = model.state_dict(keep_vars=True)
+    given = _matching(state_dict, state)
+    blank = {
+        name: tensor.detach()
+        if tensor.shape == given[name].shape
+        else torch.zeros(given[name].shape, dtype=tensor.dtype)
+        for name, tensor in state.items()
+    }
+    restore(model, blank, {})
+
+
+def layer_arguments(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Return the size arguments that every layer of a grown model would be constructed with, by the layer's name.
+
+    Write them into your own constructor to keep the grown architecture: {"layers.0": {"in_features": 20, ...}, ...}.
+    """
+    return {name: sizes for name, module in unwrap(model).named_modules() if (sizes := fitting_sizes(module))}
+
+
+def _matching(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint under the model's names, without prefixes that wrappers have added.
+
+    Raises:
+        ValueError: the names differ from the model's.
+    """
+    names = {str(name): tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    for prefix in ("", "module.", "_orig_mod.", "model.", "net.", "module._orig_mod.", "model._orig_mod."):
+        own = {name.removeprefix(prefix): tensor for name, tensor in names.items() if name.startswith(prefix)}
+        # A Lightning module may hold other tensors beside the network; AveragedModel counts its updates.
+        is_whole = len(own) == len(names) or prefix in ("model.", "net.", "module.")
+        if own.keys() == state.keys() and is_whole:
+            return own
+    missing, extra = sorted(state.keys() - names.keys()), sorted(names.keys() - state.keys())
+    raise ValueError(
+        f"the file does not belong to this model: it lacks {missing[:3] or 'nothing'} and also has "
+        f"{extra[:3] or 'nothing'}"
+    )
 
 
 def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """Give a model the weights and sizes of a saved one; see `load_grown`."""
     state = model.state_dict(keep_vars=True)
-    if set(state) != set(tensors):
-        missing, extra = sorted(set(state) - set(tensors)), sorted(set(tensors) - set(state))
-        raise ValueError(
-            f"the file does not belong to this model: it lacks {missing[:3] or 'nothing'} and also "
-            f"has {extra[:3] or 'nothing'}"
-        )
+    tensors = _matching(tensors, state)
     modules = dict(model.named_modules(remove_duplicate=False))
-    sizes = record.get("sizes", {})
-    if not isinstance(sizes, dict) or not all(isinstance(attributes, dict) for attributes in sizes.values()):
+    given = record.get("sizes", {})
+    if not isinstance(given, dict) or not all(isinstance(attributes, dict) for attributes in given.values()):
         raise ValueError("the file's sizes must be a mapping of layers to their sizes")
-    for name, attributes in sizes.items():
+    for name, attributes in given.items():
         if name not in modules:
             raise ValueError(f"the file has sizes for {name!r}, but the model has no such layer")
         for attribute, value in attributes.items():
-            if attribute not in _size_attributes(modules[name]) or type(value) is not int or value < 1:
+            if attribute not in size_attributes(modules[name]) or type(value) is not int or value < 1:
                 raise ValueError(f"the file has a bad size for {name!r}: {attribute} = {value!r}")
-    for name, tensor in tensors.items():
-        owner, _, attribute = name.rpartition(".")
-        wanted = _wanted_shape(modules[owner], attribute, sizes.get(owner, {}), state[name], tensors, owner)
-        if tuple(tensor.shape) != wanted:
-            raise ValueError(f"{name!r} must have shape {wanted} in this model, got {tuple(tensor.shape)} in the file")
+    sizes = _sizes(modules, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, state, given)
 
     # Allocate memory and copy to the devices before the first change: both can fail.
     loaded = {name: tensor.to(state[name].device, state[name].dtype) for name, tensor in tensors.items()}
@@ -99,41 +149,55 @@ def _can_be_written(tensor: Tensor) -> bool:
     return (tensor.numel() == 0 or places >= tensor.numel()) and not tensor.is_inference()
 
 
-def _wanted_shape(
-    module: nn.Module,
-    attribute: str,
-    sizes: Mapping[str, int],
-    now: Tensor,
-    tensors: Mapping[str, Tensor],
-    owner: str,
-) -> tuple[int, ...]:
-    """Return the shape that a tensor of a module must have if the module has the sizes of the file."""
+def _sizes(
+    modules: Mapping[str, nn.Module],
+    shapes: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, Tensor],
+    given: Mapping[str, Mapping[str, int]],
+) -> dict[str, dict[str, int]]:
+    """Return the size attributes of all modules that fit the shapes in a file.
 
-    def size(name: str) -> int:
-        return sizes.get(name, getattr(module, name))
+    Raises:
+        ValueError: shapes of one module contradict each other, its kind, or the sizes in the file.
+    """
+    by_owner: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        owner, _, attribute = name.rpartition(".")
+        if len(shape) != state[name].dim() or min(shape, default=1) < min(state[name].shape, default=1) == 0:
+            wanted = tuple(state[name].shape)
+            raise ValueError(f"{name!r} must have {len(wanted)} dimensions in this model, got {shape} in the file")
+        by_owner.setdefault(owner, {})[attribute] = shape
+    found: dict[str, dict[str, int]] = {}
+    for owner, module in modules.items():
+        own, told = by_owner.get(owner, {}), given.get(owner, {})
+        if not own and not told:
+            continue
+        sizes = fitting_sizes(module, own, told) if own else {}
+        for attribute, value in told.items():
+            if sizes.get(attribute, value) != value:
+                raise ValueError(
+                    f"the file has a bad size for {owner!r}: {attribute} = {value}, but its tensors have "
+                    f"{sizes[attribute]}"
+                )
+        found[owner] = {**told, **sizes}
+        if not found[owner] or not own:
+            continue
+        for attribute, wanted in wanted_shapes(module, own, found[owner]).items():
+            if attribute in own and own[attribute] != wanted:
+                full = f"{owner}.{attribute}" if owner else attribute
+                raise ValueError(f"{full!r} must have shape {wanted} in this model, got {own[attribute]} in the file")
+    for name, shape in shapes.items():
+        owner, _, attribute = name.rpartition(".")
+        if not found.get(owner) and not _may_grow(state[name]) and shape != tuple(state[name].shape):
+            raise ValueError(
+                f"{name!r} must have shape {tuple(state[name].shape)} in this model, got {shape} in the file"
+            )
+    return found
 
-    if isinstance(module, EdgeConv):
-        inputs = size("in_features")
-        return {"weight": (size("out_features"), 2 * inputs), "metric": (inputs,)}.get(attribute, tuple(now.shape))
-    shapes: dict[str, tuple[int, ...]] = {}
-    if isinstance(module, nn.Conv2d):
-        inputs = size("in_channels") // size("groups")
-        shapes = {"weight": (size("out_channels"), inputs, *module.kernel_size), "bias": (size("out_channels"),)}
-    elif isinstance(module, nn.Linear):
-        outputs = size("out_features")
-        shapes = {"weight": (outputs, size("in_features")), "bias": (outputs,)}
-    elif layers.is_batchnorm(module):
-        shapes = dict.fromkeys(layers.per_channel_names(module), (size("num_features"),))
-    if attribute in shapes:
-        return shapes[attribute]
-    custom = layers.custom_layer(module)
-    if custom is not None and attribute in custom.per_channel:
-        # Without a size attribute, the tensors of the module only have to agree with one another.
-        names = (f"{owner}.{name}" if owner else name for name in custom.per_channel)
-        first = next(tensors[name] for name in names if name in tensors)
-        channels = {size(name) for name in custom.size_attributes} or set(first.shape[:1])
-        return (min(channels), *now.shape[1:]) if len(channels) == 1 else tuple(now.shape)
-    return tuple(now.shape)
+
+def _may_grow(tensor: Tensor) -> bool:
+    """Return whether a tensor of a module without size attributes may have another shape in a grown model."""
+    return tensor.dim() > 0
 
 
 def optimizer_tensors(
@@ -206,20 +270,55 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, record
 
 
+def read_any(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a checkpoint of any format, and the record if `write` made it.
+
+    Raises:
+        ValueError: the file holds no tensors that can be read without executing code.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        start = file.read(9)
+    if start[:2] == b"PK" or start[:1] == b"\x80":
+        return _state_in(path, _unpickled(path)), {}
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT and "record" not in metadata:
+                return {name: file.get_tensor(name) for name in file.keys()}, {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
+    return read(path)
+
+
+def _unpickled(path: str | os.PathLike[str]) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{os.fspath(path)} holds more than tensors and cannot be loaded safely: {lines[0]}"
+        ) from error
+
+
+def _state_in(path: str | os.PathLike[str], loaded: Any) -> dict[str, Tensor]:
+    """Return the state_dict in what a checkpoint holds: itself, or an entry with one of the usual names."""
+    for name in ("state_dict", "model_state_dict", "model", "module", "net"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
+            loaded = loaded[name]
+    if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
+        raise ValueError(f"{os.fspath(path)} holds no state_dict")
+    return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+
+
 def layer_sizes(model: nn.Module) -> dict[str, dict[str, int]]:
     """Return the size attributes of every module that has any."""
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        sizes = {a: getattr(module, a) for a in _size_attributes(module) if isinstance(getattr(module, a, None), int)}
+        sizes = {a: getattr(module, a) for a in size_attributes(module) if isinstance(getattr(module, a, None), int)}
         if sizes:
             found[name] = sizes
     return found
-
-
-def _size_attributes(module: nn.Module) -> tuple[str, ...]:
-    custom = layers.custom_layer(module)
-    # Nothing else is set from a file.
-    return SIZE_ATTRIBUTES if custom is None else custom.size_attributes
 
 
 def _state_device(key: str, parameter: Tensor) -> torch.device:

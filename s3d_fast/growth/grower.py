@@ -23,8 +23,8 @@ from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
+from s3d_fast.splitting.optimizers import check_optimizer
 from s3d_fast.splitting.plan import SplitPlan
-from s3d_fast.splitting.surgery import check_optimizer
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, int], object]
 

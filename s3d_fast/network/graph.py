@@ -1,104 +1,159 @@
-"""The graph of a model: which layers can be split, what follows them channel by channel, and what consumes them."""
+"""The graph of a model: which channels can be split together, and which entries of which tensors belong to them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from torch import fx, nn
+import numpy as np
+from torch import Tensor, fx, nn
 
 from s3d_fast.base.tables import text_table
 from s3d_fast.maths.activations import Activation
-from s3d_fast.network.layers import PRODUCERS
+from s3d_fast.network.sizes import SIZE_ATTRIBUTES
+from s3d_fast.network.slots import Array
+
+# What happens to an entry of a channel when the channel is split into copies with weights w_k: it is repeated;
+# repeated and multiplied by w_k (columns of consumers); or repeated and divided by the number of copies.
+REPEATED, READ, SHARED = 0, 1, 2
 
 
-class Segment(NamedTuple):
-    """Consecutive entries along a channel axis that come from one layer: `channels` channels of `repeat` entries each.
+@dataclass(frozen=True)
+class AxisLayout:
+    """The channels along one axis of a stored tensor.
 
-    `producer` is the layer's name; None if no producer makes the channels, as in the model's input.
+    Entry n belongs to channel `channel[n]` of unit number `unit[n]`, or to none if that is -1. Neighbouring entries of
+    one channel are copied together. `role[n]` is REPEATED, READ or SHARED.
     """
 
-    producer: str | None
-    channels: int
-    repeat: int = 1
+    unit: Array
+    channel: Array
+    role: Array
+
+    def __len__(self) -> int:
+        return len(self.unit)
 
 
-Layout = tuple[Segment, ...]
+@dataclass(frozen=True)
+class AxisSize:
+    """The length of an axis: a fixed part, and so many entries for every channel of some units."""
 
-# The attributes of PyTorch's modules that hold numbers of channels.
-SIZE_ATTRIBUTES = ("in_channels", "out_channels", "groups", "num_features", "in_features", "out_features")
+    fixed: int
+    per_channel: Mapping[str, int]
+
+    def at(self, widths: Mapping[str, int]) -> int:
+        """Return the length at these widths, which must hold every unit."""
+        return self.fixed + sum(entries * widths[unit] for unit, entries in self.per_channel.items())
+
+
+@dataclass(frozen=True)
+class SizedProduct:
+    """A number that is proportional to the lengths of some axes: parameters of a tensor, or MACs of a call."""
+
+    factor: float
+    sizes: tuple[AxisSize, ...]
+
+    def at(self, widths: Mapping[str, int]) -> float:
+        """Return the number at these widths."""
+        total = self.factor
+        for size in self.sizes:
+            total *= size.at(widths)
+        return total
+
+    def units(self) -> set[str]:
+        """Return the units that it depends on."""
+        return {unit for size in self.sizes for unit in size.per_channel}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer whose filters can be split.
+    """Channels that can be split: each is made by a filter, perhaps by several that are split together.
 
     Attributes:
-        name: the name of the layer in the model.
+        name: the name of the layer whose filters move.
         kind: "conv", "linear" or "edgeconv".
-        width: the number of its filters when the model was traced.
+        width: the number of its channels when the model was traced.
         fan_in: D, the number of parameters of a filter, including its bias.
+        weight: the name of the filters' tensor.
+        rows: the place of each filter along axis `row_axis` of that tensor.
+        bias: the name of the tensor with the filters' biases, if they have any.
         norm: the name of the BatchNorm between the filters and the activation, if there is one.
-        activation: the activation of the filters' outputs.
-        followers: names of the layers that treat its channels one by one, including `norm`.
+        activation: the activation of the filters' outputs; None if capture cannot find one.
+        followers: names of the layers that treat its channels one by one, including `norm`; also of layers whose
+            filters are split along.
         consumers: names of the layers that read its channels.
-        left_out: names of later nonlinear followers; the splitting matrix leaves out their curvature.
+        left_out: names of later nonlinear operations; the splitting matrix leaves out their curvature.
+        uncaptured: why `capture` cannot compute its splitting matrices; empty if it can.
     """
 
     name: str
     kind: str
     width: int
     fan_in: int
-    norm: str | None
-    activation: Activation
-    producer_node: str
-    activation_node: str
-    activation_axis: int  # the axis of the channels in the activation's input
+    weight: str
+    row_axis: int
+    rows: Array
+    bias: str | None = None
+    norm: str | None = None
+    activation: Activation | None = None
+    producer_node: str = ""
+    source_node: str = ""
+    norm_node: str | None = None
+    before_node: str = ""
+    activation_node: str = ""
+    activation_axis: int = 1  # the axis of the channels in the activation's input
+    slope: str | None = None  # the tensor with the slopes of a PReLU
+    is_direct: bool = True
     followers: tuple[str, ...] = ()
     consumers: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    uncaptured: str = ""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that holds channels: the sizes that its cost depends on, and why it cannot be split."""
+    """A layer that holds channels, and why it cannot be split."""
 
     name: str
-    kind: str  # conv, linear, edgeconv, depthwise, batchnorm, custom
+    kind: str
     width: int
-    inputs: Layout  # the channels that it reads, or that it treats one by one
-    positions: int  # positions per sample where it is evaluated
-    calls: int
-    sizes: Mapping[str, object]  # the shapes of its own tensors, and its size attributes, by name
-    reason: str | None = None  # why it cannot be split; None for a unit, and if it is no producer
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        tensors: Collection[str],
-        name: str,
-        kind: str,
-        width: int,
-        inputs: Layout,
-        positions: int,
-        calls: int,
-    ) -> Layer:
-        """Return the layer of a module, with its size attributes and the shapes of its tensors of these names."""
-        sizes = {what: size for what, size in sizes_of(module).items() if what in tensors or what in SIZE_ATTRIBUTES}
-        return cls(name, kind, width, inputs, positions, calls, sizes)
+    reason: str | None = None  # None for a unit, and for a layer that makes no channels
+    makes_channels: bool = False
 
 
 @dataclass
 class Graph:
-    """The result of `trace`: a model's units and layers. After layers have changed size, trace again."""
+    """The result of `trace`: a model's units, and how its tensors depend on their widths.
+
+    After layers have changed size, trace again.
+
+    Attributes:
+        module: the model as a graph of ATen operations; its parameters are the model's own.
+        units: the units by name.
+        layers: the layers that hold channels by name.
+        tensors: for every stored tensor that a split changes, the layouts of its axes.
+        parameters, products: sizes of all parameters, and the MACs of all calls per sample.
+        unused: names of parameters that the model does not use in eval mode.
+    """
 
     module: fx.GraphModule
     units: dict[str, Unit]
     layers: dict[str, Layer]
-    others: dict[str, str]  # types of the other modules with parameters, by name
+    tensors: dict[str, dict[int, AxisLayout]]
+    parameters: list[SizedProduct] = field(default_factory=list)
+    products: list[SizedProduct] = field(default_factory=list)
+    unused: tuple[str, ...] = ()
+    sizes: dict[str, dict[str, object]] = field(default_factory=dict)  # of the modules that hold used tensors
+    is_proved: bool = False  # whether trial splits have shown that every unit leaves the outputs alone
     traced: object = None  # the model's `fingerprint`, which `trace` sets
+    model: nn.Module | None = field(default=None, repr=False)
+    variants: list[Graph] = field(default_factory=list, repr=False)  # of the same model, for inputs of other sizes
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units.values())
@@ -115,39 +170,39 @@ class Graph:
         """Return the width of every unit when the model was traced."""
         return {name: unit.width for name, unit in self.units.items()}
 
+    def captured(self) -> list[Unit]:
+        """Return the units whose splitting matrices `capture` can compute."""
+        return [unit for unit in self if not unit.uncaptured]
+
     def explain(self) -> str:
         """Return a table of all layers: whether each can be split, and why not."""
         rows = [["layer", "kind", "width", "splittable", "because"]]
         for layer in self.layers.values():
             unit = self.units.get(layer.name)
             if unit is not None:
-                because = f"{unit.activation.name}, consumed by {', '.join(unit.consumers)}"
-                if unit.left_out:
+                act = unit.activation.name if unit.activation is not None else "no curvature"
+                because = f"{act}, consumed by {', '.join(unit.consumers)}"
+                if unit.uncaptured:
+                    because += f"; capture leaves it out: {unit.uncaptured}"
+                elif unit.left_out:
                     because += f"; leaves out the curvature of {', '.join(unit.left_out)}"
-            elif layer.kind in PRODUCERS:
-                because = layer.reason or ""
+            elif layer.reason is not None:
+                because = layer.reason
             else:
                 followed = [unit.name for unit in self if layer.name in unit.followers]
                 because = f"follows {', '.join(followed)}" if followed else "has no filters of its own"
             rows.append([layer.name, layer.kind, str(layer.width), "no" if unit is None else "yes", because])
-        for name, kind in self.others.items():
-            rows.append([name, kind, "", "no", "splitting does not support this layer"])
+        rows += [[name, "parameter", "", "no", "the model does not use it in eval mode"] for name in self.unused]
         return text_table(rows)
 
-    def channels_of(self, inputs: Layout, widths: Mapping[str, int] | None = None) -> int:
-        """Return the number of entries along a channel axis of this layout, at the given widths of the units."""
-        widths = widths or {}
-        return sum(widths.get(segment.producer or "", segment.channels) * segment.repeat for segment in inputs)
-
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError unless the model's layers have the sizes that they had when the model was traced."""
-        for name, layer in self.layers.items():
+        """Raise ValueError unless the model's tensors have the sizes that they had when the model was traced."""
+        for name, sizes in self.sizes.items():
             try:
-                module = model.get_submodule(name)
+                now = sizes_of(model.get_submodule(name))
             except AttributeError:
                 raise ValueError(f"model has no layer {name!r}, but the traced model has") from None
-            now = sizes_of(module)
-            for what, size in layer.sizes.items():
+            for what, size in sizes.items():
                 if now.get(what) != size:
                     raise ValueError(
                         f"graph is stale or belongs to another model: {what} of {name!r} was {size} when the model was "
@@ -157,17 +212,27 @@ class Graph:
     def check_same(self, model: nn.Module) -> None:
         """Raise ValueError unless this graph was traced from this very model and is not stale."""
         self.check(model)
-        for name in self.layers:
-            if model.get_submodule(name) is not self.module.get_submodule(name):
-                raise ValueError(f"graph belongs to another model: its {name!r} is another object than the model's")
+        now = stored_tensors(model)
+        for name, tensor in stored_tensors(self.module).items():
+            if name in now and now[name] is not tensor:
+                layer = name.rpartition(".")[0]
+                raise ValueError(f"graph belongs to another model: its {layer!r} is another object than the model's")
 
     def is_current(self, model: nn.Module) -> bool:
         """Return whether nothing has changed that tracing the model again could show."""
         return self.traced is not None and self.traced == fingerprint(model)
 
 
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers by name; a tensor that is shared appears under each of its names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
 def fingerprint(model: nn.Module) -> object:
-    """Return all that tracing depends on: modules, plain attributes, sizes, and which parameters are shared."""
+    """Return all that tracing depends on: modules, plain attributes, sizes, hooks, and which parameters are shared."""
     found: list[object] = []
     for name, module in model.named_modules(remove_duplicate=False):
         plain = {
@@ -175,8 +240,9 @@ def fingerprint(model: nn.Module) -> object:
             for key, value in vars(module).items()
             if key != "training" and isinstance(value, (bool, int, float, str, tuple, type(None)))
         }
+        hooks = [tuple(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         # An instance may have its own forward pass.
-        found.append((name, module, plain, vars(module).get("forward"), sizes_of(module)))
+        found.append((name, module, plain, vars(module).get("forward"), sizes_of(module), hooks))
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.append((name, owners.setdefault(id(parameter), name)))
@@ -188,3 +254,12 @@ def sizes_of(module: nn.Module) -> dict[str, object]:
     stored = {**module._parameters, **module._buffers}
     sizes: dict[str, object] = {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor is not None}
     return sizes | {name: value for name in SIZE_ATTRIBUTES if isinstance(value := getattr(module, name, None), int)}
+
+
+def runs(layout: AxisLayout) -> tuple[Array, Array]:
+    """Return the starts and lengths of the runs of neighbouring entries that belong to one channel."""
+    if len(layout) == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    same = (layout.unit[1:] == layout.unit[:-1]) & (layout.channel[1:] == layout.channel[:-1]) & (layout.unit[1:] >= 0)
+    starts = np.flatnonzero(np.concatenate([[True], ~same]))
+    return starts, np.diff(np.append(starts, len(layout)))

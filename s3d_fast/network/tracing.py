@@ -2,80 +2,74 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import traceback
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
-from s3d_fast.network import layers
-from s3d_fast.network.channels import ChannelAnalysis
+from s3d_fast.network.execution import in_order
+from s3d_fast.network.export import Exported, exported, takes
 from s3d_fast.network.graph import Graph, fingerprint
+from s3d_fast.network.proof import proved
 from s3d_fast.network.undisturbed import undisturbed
+from s3d_fast.network.units import Analysis
+from s3d_fast.network.wrapping import arguments_of, unwrap
 
 
-def trace(model: nn.Module, example_input: Any) -> Graph:
-    """Return the graph of a model and its units, from one symbolic evaluation in eval mode.
+def trace(model: nn.Module, example_input: Any, *, prove: bool = True) -> Graph:
+    """Return the graph of a model and its units, from torch.export's graph of it in eval mode.
+
+    The graph is compared with the model on the example input. Then every unit is split on trial and undone: a unit
+    whose split changes the model's output is refused, with the reason.
 
     Args:
-        model: any nn.Module that torch.fx can trace; it stays unchanged.
-        example_input: a tensor, or a tuple of arguments, with the shapes that the model expects. The first dimension
-            is the batch.
+        model: any nn.Module that torch.export can follow, also inside DistributedDataParallel, torch.compile and the
+            like; it stays unchanged.
+        example_input: a tensor; a tuple of positional arguments; or a dict of keyword arguments. The first dimension of
+            tensors is the batch.
+        prove: check the graph and all units by evaluating the model. It costs at most about four forward passes.
+            Without a proof, `apply_splits` wants an example input to check the split with.
 
     Raises:
-        ValueError: torch.fx cannot trace the model (the message names the line and a remedy), or the traced model
-            cannot evaluate example_input.
+        ValueError: the model cannot evaluate example_input, or torch.export cannot follow the model (the message names
+            the line and a way out), or the graph computes something else than the model.
+        TypeError: model is no module.
     """
-    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-    with undisturbed(model), torch.no_grad():
-        module = fx.GraphModule(model, _symbolic(model, len(arguments)))
-        try:
-            _Shapes(module).run(*arguments)
-        except Exception as error:
-            raise ValueError(f"example_input cannot be evaluated by the traced model: {error}") from error
-    graph = ChannelAnalysis(module).run()
-    graph.traced = fingerprint(model)
+    model = unwrap(model)
+    with undisturbed(model), torch.random.fork_rng(devices=[]):
+        program = exported(model, *arguments_of(model, example_input))
+        analysis = Analysis(model, program)
+        graph = proved(model, program, analysis) if prove else analysis.graph()
+    graph.traced, graph.model, graph.is_proved = fingerprint(model), model, prove
     return graph
 
 
-class _Tracer(fx.Tracer):
-    def __init__(self, leaves: set[nn.Module]) -> None:
-        super().__init__()
-        self.leaves = leaves
+def graph_for(graph: Graph, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Graph:
+    """Return a graph of the same model that can be evaluated with these arguments.
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m in self.leaves or super().is_leaf_module(m, module_qualified_name)
+    A graph holds for one size of input. For another batch size the model is exported once more, for any batch size; if
+    its code does not allow that, once for every size.
+
+    Raises:
+        ValueError: the model cannot be exported with these arguments, or has other units then.
+    """
+    inputs = in_order(graph.module, model, arguments, keywords)
+    for known in (graph, *graph.variants):
+        if takes(known.module, inputs):
+            return known
+    program = _for_any_batch(model, arguments, keywords)
+    if program is None or not takes(program.module, inputs):
+        program = exported(model, arguments, keywords)
+    found = Analysis(model, program).graph()
+    missing = [name for name in graph.units if name not in found.units]
+    if missing or any(found.units[name].width != unit.width for name, unit in graph.units.items()):
+        raise ValueError(f"model has other units for this input than for the one it was traced with: {missing[:3]}")
+    graph.variants.append(found)
+    return found
 
 
-class _Shapes(fx.Interpreter):
-    """Records in `meta` the shape of every tensor, and which other results hold tensors."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            n.meta["shape"] = tuple(result.shape)
-        elif isinstance(result, (tuple, list)):
-            n.meta["holds_tensors"] = any(isinstance(item, Tensor) for item in result)
-        return result
-
-
-def _symbolic(model: nn.Module, given: int) -> fx.Graph:
-    """Return the graph of the model's forward pass; arguments after the first `given` have their default values."""
-    parameters = list(inspect.signature(model.forward).parameters.values())[given:]
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+def _for_any_batch(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Exported | None:
     try:
-        return _Tracer(layers.leaves(model)).trace(model, defaults)
-    except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-        where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "an unknown line"
-        raise ValueError(
-            f"model cannot be traced by torch.fx at {where} ({error}). Control flow that depends on values is not "
-            "supported: move it into a function marked by torch.fx.wrap, or into a module that treats every channel "
-            "alone, and register that module with s3d_fast.register_layer"
-        ) from error
-
-
-def _is_users(filename: str) -> bool:
-    return not filename.startswith((os.path.dirname(torch.__file__), "<")) and filename != __file__
+        return exported(model, arguments, keywords, any_batch=True)
+    except ValueError:
+        return None

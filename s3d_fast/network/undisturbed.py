@@ -9,13 +9,22 @@ import torch
 from torch import nn
 
 
+def set_training(model: nn.Module, training: bool) -> None:
+    """Put a model into training or eval mode; an exported one has no such methods, and only its flags are set."""
+    try:
+        model.train(training)
+    except NotImplementedError:
+        for module in model.modules():
+            module.training = training
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode; afterwards restore its modes, its buffers and the random state."""
     modes = {module: module.training for module in model.modules()}
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.eval()
+    set_training(model, False)
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield

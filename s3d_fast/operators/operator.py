@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,15 @@ from s3d_fast.base import dtypes, require
 
 if TYPE_CHECKING:
     from s3d_fast.operators.pointwise import PointwiseOperator
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The shape of a layer's weight, the axis of its filters, and whether they have a bias."""
+
+    weight: tuple[int, ...]
+    row_axis: int
+    bias: bool
 
 
 class Provider(ABC):

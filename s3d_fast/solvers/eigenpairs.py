@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, overload
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from s3d_fast.backends.choice import choose
 from s3d_fast.base import require
 from s3d_fast.operators import PointwiseOperator, SplittingOperator
+from s3d_fast.operators.operator import LayerShape
 from s3d_fast.solvers.auto import Auto
 from s3d_fast.solvers.exact import Exact
 from s3d_fast.solvers.lanczos import Lanczos
@@ -112,7 +113,10 @@ def extremal_eigenpairs(
     spectra = solver.solve(Eigenproblem(operators, starts, tol, backend, progress))
 
     if isinstance(operator, Mapping):
-        return dict(zip(operator, spectra, strict=True))
+        # A capture knows the shapes of its layers.
+        layers: Mapping[str, LayerShape] = getattr(operator, "layers", {})
+        named = zip(operator, spectra, strict=True)
+        return {name: replace(spectrum, layer=layers.get(name)) for name, spectrum in named}
     if isinstance(operator, SplittingOperator) or _is_pair(operator):
         return spectra[0]
     return spectra

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from s3d_fast.base import require
 from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
+from s3d_fast.operators.operator import LayerShape
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,27 @@ class Spectrum:
     converged: Tensor  # (M,), bool: both residuals are at most tol times the spectral radius
     iterations: Tensor  # (M,), int64: solver steps until the filter had converged, or until the solver stopped
     matvecs: Tensor  # (M,), int64: products S v spent on the filter
+    layer: LayerShape | None = None  # of the filters' layer, if `capture` knows it
 
     @property
     def radius(self) -> Tensor:
         """The spectral radius max(|lambda_min|, |lambda_max|) of each filter, (M,)."""
         return torch.maximum(self.lambda_min.abs(), self.lambda_max.abs())
+
+    def as_weights(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Return "v_min" or "v_max" in the shapes of the layer's weight and bias; None if it has no bias.
+
+        Raises:
+            ValueError: the name is another, or the spectrum does not come from `capture` or `capture_layers`.
+        """
+        require.choice("name", name, ("v_min", "v_max"))
+        if self.layer is None:
+            raise ValueError("the layer's shape is not known: the operator does not come from a capture")
+        vectors, shape, axis = getattr(self, name), self.layer.weight, self.layer.row_axis
+        columns = vectors[:, :-1] if self.layer.bias else vectors
+        rest = [size for place, size in enumerate(shape) if place != axis]
+        weight = columns.reshape(len(vectors), *rest).movedim(0, axis)
+        return weight, vectors[:, -1] if self.layer.bias else None
 
     def __len__(self) -> int:
         return len(self.lambda_min)

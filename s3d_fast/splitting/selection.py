@@ -210,10 +210,15 @@ def _cross_prices(graph: Graph, cost: str | CostFunction, names: list[str]) -> d
         return {}
     place = {name: index for index, name in enumerate(names)}
     prices, found = costs.marginal(graph), {}
+    pairs = sorted(costs.neighbours(graph))
     for name, unit in graph.units.items():
+        others = [other for own, other in pairs if own == name and name in place and other in place]
+        if not others:
+            continue
         more = costs.marginal(graph, {name: unit.width + 1})
-        for other in unit.consumers:
-            if name in place and other in place:
+        for other in others:
+            # Each pair counts once.
+            if place[name] < place[other]:
                 found[place[name], place[other]] = float(getattr(more[other] - prices[other], cost))
     return found
 

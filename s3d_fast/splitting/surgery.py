@@ -6,33 +6,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from s3d_fast.backends.operations import grow_weights
 from s3d_fast.base import dtypes, require
 from s3d_fast.maths.reference import Widening
-from s3d_fast.network import layers
-from s3d_fast.network.edgeconv import EdgeConv
-from s3d_fast.network.graph import Graph, Layout, Unit
+from s3d_fast.network.graph import Graph, Unit, stored_tensors
+from s3d_fast.network.growing import AxisGrowth, Copies, Growth, Shift, regrown, state_widening, widening
+from s3d_fast.network.proof import output_change, output_tolerance, outputs_of
+from s3d_fast.network.sizes import fitting_sizes
+from s3d_fast.network.undisturbed import undisturbed
+from s3d_fast.network.undo import AllOrNothing, set_size
+from s3d_fast.network.wrapping import unwrap
+from s3d_fast.splitting.optimizers import Scaling, check_optimizer, unwrap_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
-from s3d_fast.splitting.undo import AllOrNothing, set_size
-
-# How an entry of optimizer state scales if the gradient is scaled by w: by w, by w^2, or by the sign of w.
-LIKE_GRADIENT, LIKE_SQUARE, LIKE_SIGN = 1, 2, 0
-OPTIMIZER_STATE: dict[type[torch.optim.Optimizer], dict[str, int]] = {
-    torch.optim.SGD: {"momentum_buffer": LIKE_GRADIENT},
-    torch.optim.Adam: {"exp_avg": LIKE_GRADIENT, "exp_avg_sq": LIKE_SQUARE, "max_exp_avg_sq": LIKE_SQUARE},
-    torch.optim.AdamW: {"exp_avg": LIKE_GRADIENT, "exp_avg_sq": LIKE_SQUARE, "max_exp_avg_sq": LIKE_SQUARE},
-    # RMSprop's momentum adds up gradients that are already divided by their root mean square.
-    torch.optim.RMSprop: {"square_avg": LIKE_SQUARE, "grad_avg": LIKE_GRADIENT, "momentum_buffer": LIKE_SIGN},
-}
 
 # The weights of a neuron's copies must sum to 1 up to this rounding error.
 MAX_WEIGHT_ERROR = 1e-5
 
 
-def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch.optim.Optimizer | None = None) -> None:
+def apply_splits(
+    model: nn.Module,
+    plan: SplitPlan,
+    eps: float,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    also: Sequence[nn.Module] = (),
+    check: Any = None,
+) -> None:
     """Split neurons of a model in place, and carry its optimizer's state along.
 
     The row of a split neuron i becomes m rows theta + eps * delta_k. Every follower repeats the neuron's channel m
@@ -42,53 +45,96 @@ def apply_splits(model: nn.Module, plan: SplitPlan, eps: float, optimizer: torch
     gradient, in the same parameter groups.
 
     Args:
-        model: the model that the plan was made for, or another model with the same layers and sizes.
+        model: the model that the plan was made for, or another model with the same layers and sizes; also inside
+            DistributedDataParallel, torch.compile and the like.
         plan: from `select`.
         eps: the size of the step, >= 0.
-        optimizer: SGD, Adam, AdamW or RMSprop over the model's parameters.
+        optimizer: one of torch's, or one that `register_optimizer` knows, over the model's parameters.
+        also: other models with the same layers and sizes that must grow alike, such as an exponential moving average.
+        check: an example input as for `trace`. The model is then evaluated in eval mode before and after the same
+            split with eps = 0. If its outputs differ, nothing is split.
 
     Raises:
         ValueError, TypeError: the plan does not fit the model, the optimizer belongs to another model or is not
-            supported, or a size attribute of a layer cannot be set. Nothing has changed then.
+            supported, a size attribute of a layer cannot be set, or `check` shows that the outputs would change.
+            Nothing has changed then.
     """
     if not (isinstance(eps, (int, float)) and 0 <= eps < float("inf")):
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
-    try:
-        plan.graph.check(model)
-    except ValueError as error:
-        raise ValueError(f"plan does not fit the model: {error}") from error
+    if not plan.graph.is_proved and check is None:
+        raise ValueError(
+            "the plan's graph was made by trace(..., prove=False): give apply_splits(..., check=example_input), or "
+            "trace the model with a proof"
+        )
+    models = [unwrap(one) for one in (model, *also)]
+    for place, one in enumerate(models):
+        _require_fit(plan.graph, one, "the model" if place == 0 else f"also[{place - 1}]")
     by_unit = _check_splits(plan)
-    kinds = check_optimizer(optimizer, model)
+    optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
+    kinds = check_optimizer(optimizer, models[0])
     if not by_unit:
         return
+    if check is not None:
+        _check_outputs(models[0], check, lambda: _split(models[:1], plan.graph, by_unit, 0.0, None, {}))
+    _split(models, plan.graph, by_unit, eps, optimizer, kinds)
 
-    modules = {name: model.get_submodule(name) for name in plan.graph.layers}
-    expansions = _Expansions(
-        (name, _Expansion.of(splits, plan.graph.units[name].width, modules[name])) for name, splits in by_unit.items()
-    )
-    changes = [
-        change
-        for name in plan.graph.layers
-        for change in _layer_changes(plan.graph, name, modules[name], expansions, eps)
-    ]
+
+def _require_fit(graph: Graph, model: nn.Module, what: str) -> None:
+    try:
+        graph.check(model)
+    except ValueError as error:
+        raise ValueError(f"plan does not fit {what}: {error}") from error
+
+
+def _split(
+    models: Sequence[nn.Module],
+    graph: Graph,
+    by_unit: Mapping[str, _UnitSplits],
+    eps: float,
+    optimizer: torch.optim.Optimizer | None,
+    kinds: Mapping[str, Scaling],
+) -> None:
+    """Split all models, and grow the optimizer of the first; either everything changes, or nothing."""
+    changes = [change for one in models for change in _changes(one, graph, by_unit, eps)]
     states = _widened_state(changes, optimizer, kinds)
-    places = [(entries, key) for entries in states for key, value in entries.items() if isinstance(value, Widening)]
-    widenings = [change.widening for change in changes]
-    widenings += [value for entries in states for value in entries.values() if isinstance(value, Widening)]
+    growing = [
+        (entries, key, value)
+        for entries in states
+        for key, value in entries.items()
+        if isinstance(value, _GrowingState)
+    ]
     with torch.no_grad():
-        grown = grow_weights(widenings)
-
-    for (entries, key), new in zip(places, grown[len(changes) :], strict=True):
-        entries[key] = new
-    touched = dict.fromkeys(change.module for change in changes)
-    with AllOrNothing(touched, optimizer):
+        grown = grow_weights([change.widening for change in changes] + [value.widening for *_, value in growing])
         for change, new in zip(changes, grown[: len(changes)], strict=True):
-            change.commit(new)
+            change.make(new)
+        for (entries, key, value), new in zip(growing, grown[len(changes) :], strict=True):
+            entries[key] = regrown(new, value.axes, value.row_axis)
+
+    touched = dict.fromkeys(module for change in changes for _, _, module in change.holders)
+    with AllOrNothing(touched, optimizer):
+        for change in changes:
+            change.commit()
         if optimizer is not None:
             _commit_state(optimizer, changes, states)
         for module in touched:
-            for name, size in _sizes(module).items():
+            for name, size in fitting_sizes(module).items():
                 set_size(module, name, size)
+
+
+def _check_outputs(model: nn.Module, example_input: Any, split: Callable[[], None]) -> None:
+    """Raise ValueError if a split of size zero changes the model's outputs; the model stays as it is."""
+    with undisturbed(model), torch.no_grad(), AllOrNothing(model.modules()) as undo:
+        before = outputs_of(model, example_input)
+        try:
+            split()
+            after = outputs_of(model, example_input)
+        except Exception as error:
+            raise ValueError(f"check: after the split the model fails: {error}") from error
+        finally:
+            undo.undo()
+    change = output_change(before, after)
+    if not change <= output_tolerance(before):
+        raise ValueError(f"check: the split would change the model's outputs by {change:.2g} of their size")
 
 
 @dataclass
@@ -96,7 +142,7 @@ class _UnitSplits:
     """The splits of one unit, sorted by neuron; the copies of all neurons are concatenated."""
 
     neurons: Tensor  # (splits,)
-    copies: Tensor  # (splits,)
+    copies_of: Tensor  # (splits,)
     weights: Tensor  # (all copies,), float64
     offsets: Tensor  # (all copies, D)
 
@@ -112,192 +158,146 @@ class _UnitSplits:
 
     def is_valid(self) -> bool:
         """Return whether all numbers are finite, and the weights of every neuron sum to 1."""
-        of_split = torch.arange(len(self.copies)).repeat_interleave(self.copies)
-        totals = torch.zeros(len(self.copies), dtype=torch.float64).index_add(0, of_split, self.weights)
+        of_split = torch.arange(len(self.copies_of)).repeat_interleave(self.copies_of)
+        totals = torch.zeros(len(self.copies_of), dtype=torch.float64).index_add(0, of_split, self.weights)
         # A finite sum proves that every entry is finite.
         finite = bool(torch.isfinite(self.weights.sum() + self.offsets.sum()))
         return finite and bool(((totals - 1).abs() <= MAX_WEIGHT_ERROR).all())
 
+    def copies(self, width: int) -> Copies:
+        """Return the copies of all channels of the unit, split or not."""
+        count = np.ones(width, np.int64)
+        count[self.neurons.numpy()] = self.copies_of.numpy()
+        weight = np.ones(int(count.sum()))
+        weight[self.moved(count)] = self.weights.numpy()
+        return Copies(count, weight)
+
+    def moved(self, count: np.ndarray) -> np.ndarray:
+        """Return, for every copy of a channel, whether its channel is split."""
+        is_split = np.zeros(len(count), bool)
+        is_split[self.neurons.numpy()] = True
+        return np.repeat(is_split, count)
+
 
 @dataclass
-class _Expansion:
-    """How the channels of a unit multiply: new channel n is a copy of channel index[n], read with weight[n]."""
+class _GrowingState:
+    """An entry of optimizer state, and how it grows."""
 
-    index: Tensor  # (M',)
-    weight: Tensor  # (M',), float64
-    share: Tensor  # (M',), float64: one over the number of copies of the channel
-    offsets: Tensor  # (R, D), delta of all copies of split neurons
-    offset_rows: Tensor  # (M',), the row of `offsets` of a channel; -1 if it is not split
-
-    @classmethod
-    def of(cls, splits: _UnitSplits, width: int, module: nn.Module) -> _Expansion:
-        like = module.weight
-        assert isinstance(like, Tensor)
-        copies = torch.ones(width, dtype=torch.int64)
-        copies[splits.neurons] = splits.copies
-        index = torch.arange(width).repeat_interleave(copies)
-        is_split = torch.zeros(width, dtype=torch.bool)
-        is_split[splits.neurons] = True
-        moved = is_split[index]
-        weight = torch.ones(len(index), dtype=torch.float64)
-        weight[moved] = splits.weights
-        offset_rows = torch.where(moved, moved.cumsum(0) - 1, -1)
-        # The parameters' precision is enough: eps * delta is added to them and rounded to it anyway.
-        offsets = splits.offsets.to(like.device, like.dtype)
-        return cls(index, weight, 1 / copies[index].double(), offsets, offset_rows)
+    widening: Widening
+    axes: Mapping[int, AxisGrowth]
+    row_axis: int | None
 
 
 @dataclass
 class _Change:
     """A change of one parameter or buffer: how its value grows, and how its entries of optimizer state grow."""
 
-    module: nn.Module
-    name: str
     old: Tensor
+    holders: list[tuple[dict[str, Any], str, nn.Module]]  # every table that holds the tensor
+    axes: Mapping[int, AxisGrowth]
+    row_axis: int | None
     widening: Widening
-    state: Callable[[Tensor, int], Widening]  # (entry of optimizer state, how it scales) -> how it grows
-    parameter: nn.Parameter | None = None
+    new: Tensor | None = None
 
-    def commit(self, new: Tensor) -> None:
+    def state(self, tensor: Tensor, scaling: Scaling) -> _GrowingState | Tensor:
+        """Return how an entry of optimizer state grows; axes over which it is a mean have length 1 and stay."""
+        axes = {axis: growth for axis, growth in self.axes.items() if tensor.shape[axis] == self.old.shape[axis]}
+        if not axes:
+            return tensor
+        return _GrowingState(state_widening(tensor, axes, self.row_axis, scaling), axes, self.row_axis)
+
+    def make(self, grown: Tensor) -> None:
+        """Make the tensor that takes the place of the old one."""
+        grown = regrown(grown, self.axes, self.row_axis)
         if isinstance(self.old, nn.Parameter):
-            self.parameter = nn.Parameter(new, requires_grad=self.old.requires_grad)
-            self.module._parameters[self.name] = self.parameter
-        else:
-            self.module._buffers[self.name] = new
+            grown = nn.Parameter(grown, requires_grad=self.old.requires_grad)
+        self.new = grown
+
+    def commit(self) -> None:
+        """Put the new tensor in place of the old one, wherever that is held."""
+        for table, name, _ in self.holders:
+            table[name] = self.new
 
 
-class _Expansions(dict[str, _Expansion]):
-    """The expansions of the units that are split, by name."""
-
-    def of_layout(self, layout: Layout, multiplier: int = 1) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return, for every new entry of a layout, the old entry that it copies, its weight and its share.
-
-        Return None if no entry belongs to a unit that is split.
-        """
-        if not any(segment.producer in self for segment in layout):
-            return None
-        # Results are kept: a depthwise convolution, its BatchNorm and the consumer all have the same channels.
-        key = (tuple(layout), multiplier)
-        if key not in self._layouts:
-            self._layouts[key] = self._expand(layout, multiplier)
-        return self._layouts[key]
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._layouts: dict[tuple[Layout, int], tuple[Tensor, Tensor, Tensor]] = {}
-
-    def _expand(self, layout: Layout, multiplier: int) -> tuple[Tensor, Tensor, Tensor]:
-        index, weight, share, start = [], [], [], 0
-        for segment in layout:
-            repeat = segment.repeat * multiplier
-            expansion = self.get(segment.producer or "")
-            channels = torch.arange(segment.channels) if expansion is None else expansion.index
-            ones = torch.ones(len(channels), dtype=torch.float64)
-            entries = start + channels[:, None] * repeat + torch.arange(repeat)
-            index.append(entries.flatten())
-            weight.append((ones if expansion is None else expansion.weight).repeat_interleave(repeat))
-            share.append((ones if expansion is None else expansion.share).repeat_interleave(repeat))
-            start += segment.channels * repeat
-        return torch.cat(index), torch.cat(weight), torch.cat(share)
-
-
-def _layer_changes(graph: Graph, name: str, module: nn.Module, expansions: _Expansions, eps: float) -> list[_Change]:
-    """Return all changes that the expansions make to one layer."""
-    layer = graph.layers[name]
-    if layer.kind in ("depthwise", "batchnorm", "custom"):
-        multiplier = module.out_channels // module.in_channels if isinstance(module, nn.Conv2d) else 1
-        expanded = expansions.of_layout(layer.inputs, multiplier)
-        if expanded is None:
-            return []
-        index, weight, _ = expanded
-        return [_channel_change(module, tensor, index, weight) for tensor in layers.per_channel_tensors(module)]
-
-    own = expansions.get(name)
-    expanded = expansions.of_layout(layer.inputs)
-    if own is None and expanded is None:
-        return []
-    columns, column_weight, share = expanded if expanded is not None else (None, None, None)
+def _changes(model: nn.Module, graph: Graph, by_unit: Mapping[str, _UnitSplits], eps: float) -> list[_Change]:
+    """Return how all tensors change."""
+    stored = stored_tensors(model)
+    holders: dict[int, list[tuple[dict[str, Any], str, nn.Module]]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    holders.setdefault(id(tensor), []).append((table, key, module))
+    copies = {name: splits.copies(graph.units[name].width) for name, splits in by_unit.items()}
     changes = []
-    if isinstance(module, EdgeConv):
-        if columns is not None and column_weight is not None and share is not None:
-            changes.append(_metric_change(module, columns, share))
-            # The weight acts on [x_j - x_i, x_i]: both halves have the input's channels.
-            columns = torch.cat([columns, columns + module.in_features])
-            column_weight = torch.cat([column_weight, column_weight])
-        if own is not None:
-            changes += [
-                _channel_change(module.norm, tensor, own.index, own.weight)
-                for tensor in layers.per_channel_tensors(module.norm)
-            ]
-    changes.append(_weight_change(module, own, columns, column_weight, eps))
-    if own is not None and layers.has_bias(module):
-        shift = (eps * own.offsets[:, -1], own.offset_rows)
-        changes.append(_channel_change(module, "bias", own.index, own.weight, shift))
+    for name, axes in Growth(graph, copies).tensors().items():
+        tensor = stored[name]
+        row_axis, shift = _shift(name, tensor, graph, by_unit, copies, axes, eps)
+        made = widening(tensor.detach(), axes, row_axis, shift)
+        changes.append(_Change(tensor, holders[id(tensor)], axes, row_axis, made))
     return changes
 
 
-def _weight_change(
-    module: nn.Module, own: _Expansion | None, columns: Tensor | None, column_weight: Tensor | None, eps: float
-) -> _Change:
-    old = module.weight
-    assert isinstance(old, nn.Parameter)
-
-    def like(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(old.device, old.dtype if tensor.is_floating_point() else None)
-
-    rows = like(torch.arange(len(old)) if own is None else own.index)
-    assert rows is not None
-    new_columns = like(columns)
-    shift = shift_rows = None
-    if own is not None:
-        # If the layer has a bias, the last entry of an offset belongs to the bias and is left out.
-        shift = own.offsets[:, : old[0].numel()].reshape(-1, *old.shape[1:])
-        shift_rows = like(own.offset_rows)
-    widening = Widening(old, rows, None, shift, shift_rows, new_columns, like(column_weight), eps)
-
-    def state(tensor: Tensor, scaling: int) -> Widening:
-        scale = None if own is None else like(_scaled(own.weight, scaling))
-        return Widening(tensor, rows, scale, columns=new_columns)
-
-    return _Change(module, "weight", old, widening, state)
-
-
-def _channel_change(
-    module: nn.Module, name: str, index: Tensor, weight: Tensor, shift: tuple[Tensor, Tensor] | None = None
-) -> _Change:
-    old = getattr(module, name)
-    rows = index.to(old.device)
-    moved = (None, None) if shift is None else (shift[0].to(old), shift[1].to(old.device))
-
-    def state(tensor: Tensor, scaling: int) -> Widening:
-        return Widening(tensor, rows, _scaled(weight, scaling).to(tensor))
-
-    return _Change(module, name, old, Widening(old, rows, None, *moved), state)
+def _shift(
+    name: str,
+    tensor: Tensor,
+    graph: Graph,
+    by_unit: Mapping[str, _UnitSplits],
+    copies: Mapping[str, Copies],
+    axes: Mapping[int, AxisGrowth],
+    eps: float,
+) -> tuple[int | None, Shift | None]:
+    """Return by how much the rows of a tensor move, and the axis of its rows."""
+    movers = [graph.units[unit] for unit in by_unit if name in (graph.units[unit].weight, graph.units[unit].bias)]
+    if not movers:
+        return None, None
+    axis = movers[0].row_axis if name == movers[0].weight else 0
+    which = np.full(len(axes[axis].index), -1)
+    parts, start = [], 0
+    for unit in movers:
+        splits = by_unit[unit.name]
+        # The last entry of an offset belongs to the bias, if there is one.
+        own = (
+            splits.offsets[:, : tensor.numel() // tensor.shape[axis]] if name == unit.weight else splits.offsets[:, -1:]
+        )
+        parts.append(own)
+        moved = splits.moved(copies[unit.name].count)
+        numbers = np.where(moved, start + np.cumsum(moved) - 1, -1)
+        # The copies of a row stand one after the other, so they are found in the order of the unit's channels.
+        places = _copies_of_rows(axes[axis].index, unit.rows)
+        which[places] = numbers
+        start += len(own)
+    offsets = torch.cat([part.to(tensor.device, tensor.dtype) for part in parts])
+    rest = [size for place, size in enumerate(tensor.shape) if place != axis]
+    values = offsets.reshape(-1, *rest).movedim(0, axis) if tensor.dim() > 1 else offsets.reshape(-1)
+    return axis, Shift(values, which, eps)
 
 
-def _metric_change(module: EdgeConv, columns: Tensor, share: Tensor) -> _Change:
-    old = module.metric
-    rows = columns.to(old.device)
-    # The metric is a buffer: no optimizer has state for it.
-    return _Change(module, "metric", old, Widening(old, rows, share.to(old)), lambda tensor, _: Widening(tensor, rows))
-
-
-def _scaled(weight: Tensor, scaling: int) -> Tensor:
-    return weight.sign() if scaling == LIKE_SIGN else weight**scaling
+def _copies_of_rows(index: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the places of all copies of some rows along a grown axis, row by row."""
+    order = np.argsort(index, kind="stable")
+    starts = np.searchsorted(index[order], rows, side="left")
+    ends = np.searchsorted(index[order], rows, side="right")
+    return np.concatenate([order[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
 
 
 def _widened_state(
-    changes: Sequence[_Change], optimizer: torch.optim.Optimizer | None, kinds: Mapping[str, int]
+    changes: Sequence[_Change], optimizer: torch.optim.Optimizer | None, kinds: Mapping[str, Scaling]
 ) -> list[dict[str, object]]:
-    """Return the optimizer's state of every changed tensor, with a Widening in place of each tensor that must grow."""
+    """Return the optimizer's state of every changed tensor, with the growth in place of each tensor that must grow."""
     states: list[dict[str, object]] = []
     for change in changes:
         state = optimizer.state.get(change.old, {}) if optimizer is not None else {}
         entries: dict[str, object] = {}
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == change.old.shape and value.dim() > 0:
-                if key not in kinds:
-                    raise ValueError(f"optimizer: splitting does not support its state {key!r}")
+            if isinstance(value, Tensor) and value.dim() > 0:
+                sizes = zip(value.shape, change.old.shape, strict=False)
+                fits = value.dim() == change.old.dim() and all(own in (1, other) for own, other in sizes)
+                if key not in kinds or not fits:
+                    raise ValueError(
+                        f"optimizer: splitting does not know how its state {key!r} of shape {tuple(value.shape)} "
+                        "scales; see s3d_fast.register_optimizer"
+                    )
                 value = change.state(value, kinds[key])
             entries[key] = value
         states.append(entries)
@@ -307,37 +307,13 @@ def _widened_state(
 def _commit_state(
     optimizer: torch.optim.Optimizer, changes: Sequence[_Change], states: Sequence[dict[str, object]]
 ) -> None:
-    successor = {id(change.old): change.parameter for change in changes if change.parameter is not None}
+    successor = {id(change.old): change.new for change in changes if isinstance(change.new, nn.Parameter)}
     for group in optimizer.param_groups:
         group["params"] = [successor.get(id(parameter), parameter) for parameter in group["params"]]
     for change, entries in zip(changes, states, strict=True):
-        if change.parameter is not None and change.old in optimizer.state:
+        if isinstance(change.new, nn.Parameter) and change.old in optimizer.state:
             del optimizer.state[change.old]
-            optimizer.state[change.parameter] = entries
-
-
-def _sizes(module: nn.Module) -> dict[str, int]:
-    """Return the values of a module's size attributes that fit its tensors."""
-    sizes: dict[str, int] = {}
-    weight = getattr(module, "weight", None)
-    if isinstance(module, nn.Conv2d) and isinstance(weight, Tensor):
-        sizes = {"out_channels": len(weight), "in_channels": weight.shape[1] * module.groups}
-        if layers.is_depthwise(module):
-            channels = len(weight) // (module.out_channels // module.in_channels)
-            sizes |= {"in_channels": channels, "groups": channels}
-    elif isinstance(module, EdgeConv):
-        sizes = {"out_features": len(module.weight), "in_features": module.weight.shape[1] // 2}
-    elif isinstance(module, nn.Linear):
-        sizes = {"out_features": module.weight.shape[0], "in_features": module.weight.shape[1]}
-    elif layers.is_batchnorm(module):
-        sizes = {"num_features": len(module.running_mean)}  # type: ignore[arg-type]
-    custom = layers.custom_layer(module)
-    if custom is not None:
-        # Optional tensors may be absent.
-        tensors = [getattr(module, name) for name in layers.per_channel_tensors(module)]
-        if tensors:
-            sizes |= dict.fromkeys(custom.size_attributes, len(tensors[0]))
-    return sizes
+            optimizer.state[change.new] = entries
 
 
 def _check_splits(plan: SplitPlan) -> dict[str, _UnitSplits]:
@@ -396,22 +372,3 @@ def _explain_invalid(splits: Sequence[NeuronSplit]) -> None:
         total = float(split.weights.double().sum())
         if abs(total - 1) > MAX_WEIGHT_ERROR:
             raise ValueError(f"{_where(split)}: weights must sum to 1, got {total:.8g}")
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> Mapping[str, int]:
-    """Return how the entries of the optimizer's state scale, by key.
-
-    Raises:
-        TypeError: splitting does not support this type of optimizer.
-        ValueError: the optimizer holds parameters that are not the model's.
-    """
-    if optimizer is None:
-        return {}
-    if type(optimizer) not in OPTIMIZER_STATE:
-        known = ", ".join(kind.__name__ for kind in OPTIMIZER_STATE)
-        raise TypeError(f"optimizer must be one of {known}, got {type(optimizer).__name__}")
-    own = {id(parameter) for parameter in model.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-    if foreign:
-        raise ValueError(f"optimizer holds {len(foreign)} parameters that are not the model's")
-    return OPTIMIZER_STATE[type(optimizer)]

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from s3d_fast.base import require
-from s3d_fast.network import fx_calls, layers
+from s3d_fast.network.calls import Call
+from s3d_fast.network.chains import named_activation
+from s3d_fast.network.execution import Execution
 from s3d_fast.network.graph import Graph, Unit
 from s3d_fast.network.undisturbed import undisturbed
 
@@ -53,22 +55,20 @@ def guided_backpropagation(
         require.finite("row", row)
     with undisturbed(model), torch.enable_grad():
         pixels = image.detach().clone().requires_grad_()
-        response = _Guided(graph.module, chosen, filter, row).response(pixels)
+        response = _Guided(graph.module, model, chosen, filter, row).response(pixels)
         if not response.requires_grad:
             return torch.zeros_like(image[0, 0])
         (gradient,) = torch.autograd.grad(response, pixels, allow_unused=True, materialize_grads=True)
     return gradient[0].abs().sum(0)
 
 
-class _Guided(fx.Interpreter):
+class _Guided(Execution):
     """Evaluates the traced model up to a unit's activation, with rectifiers that guide the gradient."""
 
-    def __init__(self, module: fx.GraphModule, unit: Unit, filter: int, row: Tensor | None) -> None:
-        super().__init__(module)
+    def __init__(self, module: fx.GraphModule, model: nn.Module, unit: Unit, filter: int, row: Tensor | None) -> None:
+        super().__init__(module, model)
         self.unit, self.filter, self.row = unit, filter, row
         self.activation: Tensor | None = None
-        # Errors are raised again with our own message.
-        self.extra_traceback = False
 
     def response(self, pixels: Tensor) -> Tensor:
         """Return the sum of the filter's activation over all positions."""
@@ -83,45 +83,44 @@ class _Guided(fx.Interpreter):
         entries = self.activation.shape[axis] // self.unit.width
         return self.activation.narrow(axis, self.filter * entries, entries).sum()
 
-    def run_node(self, n: fx.Node) -> Any:
+    def evaluate(self, n: fx.Node) -> Any:
         if self.activation is not None:
             # Nothing after the unit is needed.
             return None
         if n.name == self.unit.producer_node and self.row is not None:
             return self._produce(n, self.row)
-        result = self._rectify(n) if self._is_rectifier(n) else super().run_node(n)
+        result = self._rectify(n) if self._is_rectifier(n) else super().evaluate(n)
         if n.name == self.unit.activation_node:
             self.activation = result
         return result
 
     def _produce(self, n: fx.Node, row: Tensor) -> Tensor:
         """Return the layer's output with `row` in place of the chosen filter."""
-        module = self.submodules[str(n.target)]
-        tensors = {name: value.detach().clone() for name, value in module.named_parameters(recurse=False)}
-        weight, row = tensors["weight"], row.to(tensors["weight"])
-        weight[self.filter] = row[: weight[0].numel()].view_as(weight[0])
-        if "bias" in tensors:
-            tensors["bias"][self.filter] = row[-1]
-        arguments, keywords = self.fetch_args_kwargs_from_env(n)
-        return torch.func.functional_call(module, tensors, arguments, keywords)
+        call = Call(n)
+        weight, bias = call["weight"], call["bias"]
+        before = {node: self.env[node] for node in (weight, bias) if node is not None}
+        changed = before[weight].detach().clone()
+        row = row.to(changed)
+        changed[self.filter] = row[: changed[0].numel()].view_as(changed[0])
+        self.env[weight] = changed
+        if bias is not None:
+            self.env[bias] = before[bias].detach().clone()
+            self.env[bias][self.filter] = row[-1]
+        result = super().evaluate(n)
+        self.env.update(before)
+        return result
 
     def _is_rectifier(self, n: fx.Node) -> bool:
-        if n.op == "call_module":
-            act = layers.activation_of(self.submodules[str(n.target)])
-        else:
-            act = fx_calls.functional_activation(n)
+        act = named_activation(n)
         return act is not None and act.name in RECTIFIERS
 
     def _rectify(self, n: fx.Node) -> Tensor:
-        source = n.all_input_nodes[0]
-        open_at = self.env[source] > 0
-        h = super().run_node(n)
+        open_at = self.env[n.all_input_nodes[0]] > 0
+        h = super().evaluate(n)
         # The values are h. A gradient passes only where the input was positive, and only if it is positive itself.
         guided = torch.where(open_at, h, h.detach())
         if guided.requires_grad:
             guided.register_hook(lambda g: g.clamp(min=0))
-        if fx_calls.is_inplace(n, self.submodules):
-            self.env[source] = guided
         return guided
 
 

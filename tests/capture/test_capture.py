@@ -37,6 +37,7 @@ from tests.model_cases import (
     outputs,
     random_plan,
     squared_error,
+    traced,
 )
 
 SMOOTH_MODELS = tuple(case for case in MODELS if case.name != "mobilenet")
@@ -74,6 +75,7 @@ def assert_is_second_derivative(
     target = data(*outputs(model, x).shape, seed=5)
     captured = capture(model, squared_error, [(x, target)], graph)
     for index, name in enumerate(units or tuple(graph.units)):
+        assert not graph.units[name].left_out
         V = random_vectors(*captured[name].shape, seed=index)
         forms = (V * captured[name].matvec(V)).sum(-1)
         assert forms.abs().max() > 0
@@ -85,7 +87,9 @@ def assert_is_second_derivative(
 def test_operators_are_the_second_derivative_of_the_true_loss(case: ModelCase) -> None:
     # Nearest neighbours and maxima must not change within a step: take small steps, and images without near ties.
     eps, tolerance = {"dgcnn": (1e-4, 1e-5), "vgg": (3e-4, 1e-5)}.get(case.name, (1e-3, 1e-6))
-    assert_is_second_derivative(case.model(), case.inputs(seed=6), eps=eps, tolerance=tolerance)
+    # The activations of later blocks bend the streams of a ResNet again.
+    units = case.units if case.name != "resnet" else tuple(f"blocks.{i}.conv1" for i in range(3))
+    assert_is_second_derivative(case.model(), case.inputs(seed=6), units, eps, tolerance)
 
 
 def test_the_last_unit_of_mobilenet_is_exact() -> None:
@@ -310,21 +314,20 @@ def test_kinked_activations_use_a_softplus_of_the_given_sharpness() -> None:
 
 
 def small() -> tuple[nn.Module, Graph, list[tuple[Tensor, Tensor]]]:
-    """Return a small model with BatchNorm, its graph, and three batches."""
+    """Return a small model with BatchNorm, its graph, and three batches; tests do not change the model."""
     case = BY_NAME["mlp-batchnorm"]
-    model = case.model()
-    return model, trace(model, case.inputs()), [case.batch(model, seed=seed) for seed in (1, 2, 3)]
+    model, graph = traced(case)
+    return model, graph, [case.batch(model, seed=seed) for seed in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("name", ["mlp-batchnorm", "resnet", "dgcnn"])
 def test_operators_are_averaged_over_the_batches(name: str) -> None:
     case = BY_NAME[name]
-    model = case.model()
-    graph = trace(model, case.inputs())
+    model, graph = traced(case)
     batches = [case.batch(model, seed=seed) for seed in (1, 2, 3)]
     together = capture(model, squared_error, iter(batches), graph)
     alone = [capture(model, squared_error, [batch], graph) for batch in batches]
-    for unit in graph.units:
+    for unit in case.captured:
         assert isinstance(together[unit], SumOperator)
         mean = sum(one[unit].dense() for one in alone) / 3
         assert relative_error(together[unit].dense(), mean) < 1e-12
@@ -392,8 +395,7 @@ def test_only_the_units_asked_for_are_captured() -> None:
 @pytest.mark.parametrize("name", ["mlp", "resnet", "mobilenet", "dgcnn"])
 def test_operators_are_kept_in_the_dtype_asked_for(name: str, dtype: torch.dtype) -> None:
     case = BY_NAME[name]
-    model = case.model()
-    graph = trace(model, case.inputs())
+    model, graph = traced(case)
     captured = capture(model, squared_error, [case.batch(model)], graph, dtype=dtype)
     for operator in captured.values():
         assert operator.X.dtype == operator.C.dtype == dtype
@@ -419,11 +421,10 @@ def test_other_dtypes_are_refused(dtype: object) -> None:
 @pytest.mark.parametrize("name", ["mlp", "resnet", "mobilenet", "dgcnn"])
 def test_memory_is_the_size_of_the_tensors(name: str, count: int) -> None:
     case = BY_NAME[name]
-    model = case.model()
-    graph = trace(model, case.inputs())
+    model, graph = traced(case)
     captured = capture(model, squared_error, [case.batch(model)] * count, graph)
     memory = captured.memory()
-    assert list(memory) == list(case.units)
+    assert list(memory) == list(case.captured)
     for unit, operator in captured.items():
         terms = operator.terms if isinstance(operator, SumOperator) else [operator]
         held = [value for term in terms for value in vars(term).values() if isinstance(value, Tensor)]
@@ -546,7 +547,8 @@ def test_frozen_models_are_captured_too(name: str) -> None:
     before = Fingerprint(model)
     captured = capture(model, squared_error, [batch], graph)
     before.assert_equal(model)
-    for unit in graph.units:
+    assert list(captured) == list(case.captured)
+    for unit in case.captured:
         assert relative_error(captured[unit].dense(), expected[unit].dense()) < 1e-12
 
 
@@ -608,7 +610,9 @@ def test_a_loss_that_does_not_depend_on_the_model_is_an_error() -> None:
 
 @pytest.mark.parametrize("units", [None, ["layers.0"], ["layers.3"]], ids=["all", "the split one", "its consumer"])
 def test_a_stale_graph_is_an_error(units: list[str] | None) -> None:
-    model, graph, batches = small()
+    model = BY_NAME["mlp-batchnorm"].model()
+    batches = [BY_NAME["mlp-batchnorm"].batch(model)]
+    graph = trace(model, batches[0][0])
     apply_splits(model, random_plan(graph, 2, units=["layers.0"]), eps=0.0)
     with pytest.raises(ValueError, match=r"stale.*'layers\.0'.*trace"):
         capture(model, squared_error, batches, graph, units=units)
@@ -674,14 +678,44 @@ def test_folded_norms_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative_error(folded[name].dense(), operator.dense()) < 1e-12, name
 
 
-def test_layers_with_hooks_or_batch_statistics_are_not_folded() -> None:
-    model, graph, batches = folding_case()
-    called = []
-    handle = model.get_submodule("first").register_forward_hook(lambda *_: called.append("first"))
+def test_layers_whose_outputs_a_hook_changes_are_not_folded() -> None:
+    model, _, batches = folding_case()
+    model.get_submodule("first").register_forward_hook(lambda module, inputs, output: torch.tanh(output))
+    graph = trace(model, batches[0][0])
     assert len(foldable(graph.module)) == 2
-    capture(model, squared_error, batches, graph)
-    assert called == ["first"]
-    handle.remove()
+    captured = capture(model, squared_error, batches, graph)
+    assert captured.loss == pytest.approx(float(squared_error(outputs(model, batches[0][0]), batches[0][1])), rel=1e-12)
+
+
+def test_layers_with_batch_statistics_are_not_folded() -> None:
+    model, _, batches = folding_case()
     # Without running statistics, a BatchNorm uses the statistics of the batch in eval mode too.
     model.second_norm = nn.BatchNorm2d(4, track_running_stats=False).double()  # type: ignore[assignment]
     assert len(foldable(trace(model, batches[0][0]).module)) == 2
+
+
+def test_a_hook_that_was_registered_after_the_trace_is_not_passed_over() -> None:
+    model, graph, batches = folding_case()
+    model.get_submodule("first").register_forward_hook(lambda module, inputs, output: torch.tanh(output))
+    # It is an error, or part of what is captured.
+    try:
+        loss = capture(model, squared_error, batches, graph).loss
+    except ValueError:
+        return
+    assert loss == pytest.approx(float(squared_error(outputs(model, batches[0][0]), batches[0][1])), rel=1e-12)
+
+
+def test_units_that_cannot_be_captured_are_left_out_and_named() -> None:
+    case = BY_NAME["resnet"]
+    model, graph = traced(case)
+    assert tuple(unit.name for unit in graph.captured()) == case.captured
+    assert tuple(capture(model, squared_error, [case.batch(model)], graph)) == case.captured
+    with pytest.raises(ValueError, match=r"'blocks\.2\.conv2' cannot be captured: no activation follows it"):
+        capture(model, squared_error, [case.batch(model)], graph, units=["blocks.2.conv2"])
+    assert "capture leaves it out: no activation follows it" in graph.explain()
+
+
+def test_a_model_without_units_is_an_error() -> None:
+    model = nn.Linear(3, 2).double()
+    with pytest.raises(ValueError, match="nothing to split"):
+        capture(model, squared_error, [(data(4, 3), data(4, 2))], trace(model, data(4, 3)))

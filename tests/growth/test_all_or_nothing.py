@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import s3d_fast as s3d
 from s3d_fast.growth import checkpoint
 from s3d_fast.models.mlp import MLP
-from s3d_fast.network import layers
+from s3d_fast.network import registered
 from tests.model_cases import data, net, outputs, random_plan
 
 
 @pytest.fixture(autouse=True)
 def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_CUSTOM", dict(layers._CUSTOM))
+    monkeypatch.setattr(registered, "REGISTERED", dict(registered.REGISTERED))
 
 
 class Scale(nn.Module):
@@ -133,7 +133,8 @@ def test_a_size_that_cannot_be_set_leaves_model_and_optimizer_alone(
     model(x).square().sum().backward()
     if optimizer is not None:
         optimizer.step()
-    plan = random_plan(s3d.trace(model, x), 2)
+    # The proof would have found out already.
+    plan = random_plan(s3d.trace(model, x, prove=False), 2)
     result = outputs(model, x)
     before = contents(model, optimizer)
     words = f"'channels' of {scale.__name__} cannot be set to 10" if error is ValueError else None
@@ -141,6 +142,24 @@ def test_a_size_that_cannot_be_set_leaves_model_and_optimizer_alone(
         s3d.apply_splits(model, plan, 0.1, optimizer)
     assert contents(model, optimizer) == before
     assert torch.equal(outputs(model, x), result)
+
+
+@pytest.mark.parametrize("scale", [ReadOnly, Refusing])
+def test_a_size_that_cannot_be_set_is_found_by_the_proof(scale: type[Scale]) -> None:
+    model = scaled(scale)
+    before = contents(model)
+    graph = s3d.trace(model, data(4, 3))
+    assert graph.units == {}
+    assert f"'channels' of {scale.__name__} cannot be set to " in (graph.layers["up"].reason or "")
+    assert contents(model) == before
+
+
+def test_an_interrupted_proof_leaves_the_model_alone() -> None:
+    model = scaled(Interrupted)
+    before = contents(model)
+    with pytest.raises(KeyboardInterrupt):
+        s3d.trace(model, data(4, 3))
+    assert contents(model) == before
 
 
 def test_a_size_that_follows_the_tensors_need_not_be_set() -> None:

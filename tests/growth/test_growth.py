@@ -927,7 +927,11 @@ def test_a_network_that_training_has_deepened_is_not_broken_by_a_split() -> None
     run = s3d.Grower(Deepening(), x[:2], cross_entropy, [(x, target)], train, torch.optim.Adam, phases=2)
     run.run()
     assert run.model(x).shape == (len(x), 3)
-    assert "a" not in run.graph.units
+    # The addition ties both layers: they have grown together.
+    assert run.graph.units["a"].followers == ("b",)
+    width = len(run.model.a.weight)  # type: ignore[union-attr, arg-type]
+    assert width > 4
+    assert run.model.b.weight.shape == (width, width)  # type: ignore[union-attr]
 
 
 def test_a_loss_may_take_gradients_itself() -> None:

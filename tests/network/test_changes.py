@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import s3d_fast as s3d
 from tests.model_cases import Net, data, net, squared_error
+from tests.network.tracing_cases import assert_splits_keep_outputs
 
 
 class Separable(nn.Module):
@@ -68,7 +68,8 @@ def normalised(norm: nn.Module | Callable[[Tensor], Tensor], last: bool = False)
     """Return a model with a norm before or, if `last`, after the activation of its first layer."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        x = norm(F.silu(self.up(x))) if last else F.silu(norm(self.up(x)))
+        own = self.norm if isinstance(norm, nn.Module) else norm
+        x = own(F.silu(self.up(x))) if last else F.silu(own(self.up(x)))
         return self.head(F.silu(self.down(x)).mean((2, 3)))
 
     torch.manual_seed(0)
@@ -82,21 +83,29 @@ def by_the_batch(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["before", "after"])
-def test_a_batchnorm_without_statistics_blocks_the_layer_before_it(last: bool) -> None:
+def test_a_batchnorm_without_statistics_follows_but_is_not_linear(last: bool) -> None:
     x, target = data(*IMAGES), data(2, 2)
     model = normalised(nn.BatchNorm2d(4, track_running_stats=False), last)
-    graph = s3d.trace(model, x)
-    # Its outputs depend on the whole batch: the layer before it cannot be split, but the layer after it can.
-    assert list(graph.units) == ["down"]
-    assert re.search("BatchNorm2d 'norm'|'norm' comes first", graph.layers["up"].reason or "")
-    assert "norm" not in graph.layers
+    # Its outputs depend on the whole batch, but every channel has statistics of its own.
+    graph = assert_splits_keep_outputs(model, x)
+    assert list(graph.units) == ["up", "down"]
+    up = graph.units["up"]
+    assert up.norm is None
+    assert up.followers == ("norm",)
+    if last:
+        assert up.left_out == ("norm",)
+    else:
+        assert "'norm' comes first" in up.uncaptured
     # It is not folded into the convolution before it either.
     other = normalised(by_the_batch, last)
     wanted = s3d.capture(other, squared_error, [(x, target)], s3d.trace(other, x))["down"].dense()
     found = s3d.capture(model, squared_error, [(x, target)], graph)["down"].dense()
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
-    # With statistics, both layers are units.
-    assert list(s3d.trace(normalised(nn.BatchNorm2d(4), last), x).units) == ["up", "down"]
+    # With statistics, nothing is left out.
+    usual = s3d.trace(normalised(nn.BatchNorm2d(4), last), x)
+    assert [unit.name for unit in usual.captured()] == ["up", "down"]
+    assert usual.units["up"].left_out == ()
+    assert usual.units["up"].norm == (None if last else "norm")
 
 
 @pytest.mark.parametrize(

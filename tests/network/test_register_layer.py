@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import s3d_fast as s3d
-from s3d_fast.network import layers
+from s3d_fast.network import registered
 from tests.model_cases import data, net, squared_error
 
 
 @pytest.fixture(autouse=True)
 def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_CUSTOM", dict(layers._CUSTOM))
+    monkeypatch.setattr(registered, "REGISTERED", dict(registered.REGISTERED))
 
 
 class Act(nn.Module):
@@ -70,7 +70,7 @@ def test_an_activation_can_be_given_in_every_form(which: Any) -> None:
 def test_a_bad_registration_is_refused_at_once(options: Mapping[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         s3d.register_layer(Act, **options)
-    assert layers.custom_layer(Act()) is None
+    assert registered.custom_layer(Act()) is None
 
 
 def test_a_function_that_returns_no_activation_is_an_error() -> None:

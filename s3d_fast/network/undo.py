@@ -41,11 +41,15 @@ class AllOrNothing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:
-            return
+        if error is not None:
+            self.undo()
+
+    def undo(self) -> None:
+        """Undo all changes so far."""
         # In reverse order: a tensor may have been written twice.
         with torch.no_grad():
-            for tensor, values in reversed(self._written):
+            while self._written:
+                tensor, values = self._written.pop()
                 tensor.copy_(values)
         for table, entries in self._before:
             table.clear()

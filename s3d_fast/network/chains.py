@@ -1,0 +1,240 @@
+"""The activation that follows a filter: found in the graph, recognised if its formula is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from s3d_fast.maths.activations import Activation, Kink, activation
+from s3d_fast.network.calls import Call, is_tensor, operation, place
+from s3d_fast.network.rules import rule_of
+
+# Operations whose activation is known by name, with the arguments that are its options.
+NAMED: dict[str, tuple[str, dict[str, str]]] = {
+    "aten.relu": ("relu", {}),
+    "aten.relu6": ("relu6", {}),
+    "aten.leaky_relu": ("leaky_relu", {"negative_slope": "negative_slope"}),
+    "aten.silu": ("silu", {}),
+    "aten.gelu": ("gelu", {"approximate": "approximate"}),
+    "aten.softplus": ("softplus", {"beta": "beta", "threshold": "threshold"}),
+    "aten.tanh": ("tanh", {}),
+    "aten.sigmoid": ("sigmoid", {}),
+    "aten.hardswish": ("hardswish", {}),
+}
+# Names that a function written out by hand is compared with.
+RECOGNISED = ("silu", "gelu", "gelu_tanh", "softplus", "tanh", "sigmoid", "hardswish", "gaussian", "relu", "relu6")
+# A function with more jumps of its slope is no activation that a softplus at each of them could stand for.
+MOST_KINKS = 4
+# The largest change of a step of the function between neighbours on the grid, which are 1/200 apart.
+LARGEST_STEP = 0.1
+BATCH_NORMS = frozenset({"aten.batch_norm", "aten._native_batch_norm_legit_no_training"})
+
+
+@dataclass(frozen=True)
+class Chain:
+    """From a filter to its activation.
+
+    Attributes:
+        activation: the function of one entry.
+        norm: the BatchNorm on the way, if there is one.
+        before, after: the activation's input and output.
+        is_direct: whether at most a BatchNorm stands between the filter and its activation.
+        slope: the tensor with the slopes of a PReLU, if it is one.
+    """
+
+    activation: Activation
+    norm: fx.Node | None
+    before: fx.Node
+    after: fx.Node
+    is_direct: bool
+    slope: fx.Node | None = None
+
+
+def find_chain(node: fx.Node) -> Chain | str:
+    """Return the chain of a filter from the node that makes its channels; or why there is none."""
+    norm: fx.Node | None = None
+    is_direct = True
+    while True:
+        users = [user for user in node.users if user.op == "output" or is_tensor(user) or _is_tuple(user)]
+        if not users:
+            return "nothing uses it"
+        (user, *others) = users
+        if not others and user.op == "call_function":
+            name = operation(user)
+            has_statistics = name in BATCH_NORMS and Call(user)["running_var"] is not None
+            if has_statistics and norm is None and user.args[0] is node:
+                norm = user
+                node = user if name == "aten.batch_norm" else next(iter(user.users))
+                continue
+            found = named_activation(user)
+            if found is not None:
+                return Chain(found, norm, node, user, is_direct)
+            if name == "aten.prelu" and user.args[0] is node and isinstance(user.args[1], fx.Node):
+                return Chain(activation("relu"), norm, node, user, is_direct, user.args[1])
+            if rule_of(name).selects and is_tensor(user) and user.all_input_nodes[0] is node:
+                node, is_direct = user, is_direct and _keeps_layout(name)
+                continue
+        region = _region(node)
+        if region is None:
+            at = others[0] if others and len(users) > 1 else user
+            return f"no activation follows it: '{place(at)}' comes first"
+        made = _activation_of(node, region)
+        if made is None:
+            return f"no activation follows it: '{region[-1].name}' is not a function of one entry alone"
+        return Chain(made, norm, node, region[-1], is_direct)
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def _keeps_layout(name: str) -> bool:
+    return name in ("aten.dropout", "aten.clone", "aten.alias", "aten.contiguous", "aten.feature_dropout")
+
+
+def named_activation(node: fx.Node) -> Activation | None:
+    """Return the activation that one call computes, if its operation has a known formula."""
+    if node.op != "call_function":
+        return None
+    name, call = operation(node), Call(node)
+    if name == "s3d_fast.registered":
+        made = node.meta.get("activation")
+        return made if isinstance(made, Activation) and made.name != "identity" else None
+    if name in NAMED:
+        which, options = NAMED[name]
+        return activation(which, **{option: call[argument] for option, argument in options.items()})
+    if name == "aten.elu" and call["scale"] == 1 and call["input_scale"] == 1:
+        return activation("elu", alpha=call["alpha"])
+    if name == "aten.hardtanh" and (call["min_val"], call["max_val"]) == (0, 6):
+        return activation("relu6")
+    return None
+
+
+def _region(start: fx.Node) -> list[fx.Node] | None:
+    """Return the shortest run of elementwise calls that begins at a node and ends in one node that all of it leads to.
+
+    Every call in it depends on the start, on other calls in it and on plain numbers alone.
+    """
+    inside = {start}
+    found: list[fx.Node] = []
+    node = start.next
+    # A hand-written activation has a few operations: look no further.
+    for _ in range(200):
+        if node.op == "output":
+            return None
+        touches = [argument for argument in node.all_input_nodes if argument in inside]
+        if touches:
+            alone = all(argument in inside or _is_number(argument) for argument in node.all_input_nodes)
+            is_ours = node.op == "call_function" and is_tensor(node) and rule_of(operation(node)).is_elementwise
+            if not (alone and is_ours):
+                return None
+            inside.add(node)
+            found.append(node)
+            behind = inside - {node}
+            closed = all(user in inside for one in behind for user in one.users if is_tensor(user) or _is_tuple(user))
+            if closed and any(operation(one) not in _PLAIN for one in found):
+                return found
+        node = node.next
+    return None
+
+
+_PLAIN = frozenset({"aten.dropout", "aten.clone", "aten.alias", "aten.contiguous", "aten.detach", "aten.to"})
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "get_attr" and isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
+
+
+def _activation_of(start: fx.Node, region: Sequence[fx.Node]) -> Activation | None:
+    """Return the function that a region computes; None if it is linear or does not keep its input's shape."""
+    if any(one.meta["val"].shape != start.meta["val"].shape for one in region):
+        return None
+
+    def function(z: Tensor) -> Tensor:
+        values: dict[fx.Node, Any] = {start: z}
+        for node in region:
+            arguments = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta.get("val")))
+            values[node] = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+        return values[region[-1]]
+
+    grid = torch.linspace(-8, 8, 321, dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            shown = function(grid)
+    except Exception:
+        return None
+    for name in RECOGNISED:
+        known = activation("gelu", approximate="tanh") if name == "gelu_tanh" else activation(name)
+        if torch.allclose(known(grid), shown.to(grid.dtype), rtol=1e-10, atol=1e-10):
+            return known
+    return differentiated(region[-1].name, function)
+
+
+def differentiated(name: str, function: Callable[[Tensor], Tensor]) -> Activation | None:
+    """Return an activation whose derivatives come from automatic differentiation; None if the function is linear.
+
+    Kinks are found where the slope jumps between neighbouring points of a fine grid.
+    """
+
+    def first(z: Tensor) -> Tensor:
+        return _derivative(function, z)
+
+    def second(z: Tensor) -> Tensor:
+        return _derivative(first, z)
+
+    grid = torch.linspace(-16, 16, 6401, dtype=torch.float64)
+    with torch.no_grad():
+        steps = function(grid).diff()
+    if float((steps[1:] - steps[:-1]).abs().max()) > LARGEST_STEP:
+        # The function itself jumps: no second derivative describes that.
+        return None
+    curvature: Callable[[Tensor], Tensor] = second
+    try:
+        bend = second(grid).detach()
+    except RuntimeError:
+        # PyTorch cannot differentiate some functions twice; those that are straight between kinks need not be.
+        slope = first(grid).detach()
+        if int((slope[1:] != slope[:-1]).sum()) > MOST_KINKS:
+            return None
+        bend = torch.zeros_like(grid)
+        curvature = torch.zeros_like
+    kinks = tuple(_kinks(first, bend, grid))
+    if not kinks and float(bend.abs().max()) < 1e-12:
+        return None
+    return Activation(name, function, first, curvature, kinks) if len(kinks) <= MOST_KINKS else None
+
+
+def _derivative(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    # A derivative of a derivative must be differentiable itself; a constant has no gradient at all.
+    with torch.enable_grad():
+        z = z if z.requires_grad else z.detach().requires_grad_()
+        value = function(z)
+        if not value.requires_grad:
+            return torch.zeros_like(z)
+        (gradient,) = torch.autograd.grad(value.sum(), z, create_graph=True, allow_unused=True, materialize_grads=True)
+    return gradient
+
+
+def _kinks(first: Callable[[Tensor], Tensor], bend: Tensor, grid: Tensor) -> list[Kink]:
+    slope = first(grid).detach()
+    step = float(grid[1] - grid[0])
+    smooth = step * torch.maximum(bend[1:].abs(), bend[:-1].abs())
+    jumps = (slope[1:] - slope[:-1]).abs() > 2 * smooth + 1e-6
+    found: list[Kink] = []
+    for index in torch.nonzero(jumps).flatten().tolist():
+        low, high = grid[index].clone(), grid[index + 1].clone()
+        for _ in range(60):
+            middle = (low + high) / 2
+            left = (first(middle[None]) - first(low[None])).abs()
+            right = (first(high[None]) - first(middle[None])).abs()
+            low, high = (low, middle) if bool(left >= right) else (middle, high)
+        jump = float((first(high[None]) - first(low[None])).detach())
+        at = round(float(high), 9)
+        if abs(jump) > 1e-6 and not (found and abs(found[-1].at - at) < 1e-6):
+            found.append(Kink(at, round(jump, 9)))
+    return found

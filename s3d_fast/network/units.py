@@ -1,0 +1,435 @@
+"""From channels that were followed through a graph to units: channels with the same tensors are split alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor, fx, nn
+
+from s3d_fast.network.calls import Call, operation, place, shape
+from s3d_fast.network.chains import Chain, find_chain
+from s3d_fast.network.edgeconv import EdgeConv
+from s3d_fast.network.export import Exported
+from s3d_fast.network.flow import Flow, Value, Writer
+from s3d_fast.network.graph import (
+    READ,
+    REPEATED,
+    SHARED,
+    AxisLayout,
+    AxisSize,
+    Graph,
+    Layer,
+    SizedProduct,
+    Unit,
+    sizes_of,
+    stored_tensors,
+)
+from s3d_fast.network.registered import registered_chain
+from s3d_fast.network.rules import rule_of
+from s3d_fast.network.slots import Array
+
+
+def layer_name(tensor: str) -> str:
+    """Return the name of the layer that a tensor belongs to; a bare parameter is its own layer."""
+    owner, _, leaf = tensor.rpartition(".")
+    if ".parametrizations." in f".{tensor}":
+        return tensor.split(".parametrizations.")[0]
+    return owner if owner and leaf in _LAYER_TENSORS else tensor
+
+
+_LAYER_TENSORS = frozenset({"weight", "bias", "running_mean", "running_var", "metric", "gamma", "beta", "scale"})
+
+
+@dataclass
+class _Source:
+    """Where slots of a stored tensor stand."""
+
+    tensor: str
+    axis: int
+    positions: Array
+
+
+class Analysis:
+    """Follows the channels of an exported model once; makes its graph, also again without some units."""
+
+    def __init__(self, model: nn.Module, exported: Exported) -> None:
+        self.model, self.exported, self.module = model, exported, exported.module
+        self.stored = stored_tensors(model)
+        canonical: dict[int, str] = {}
+        for name, tensor in self.stored.items():
+            canonical.setdefault(id(tensor), name)
+        self.names: dict[fx.Node, str] = {}
+        tensors: dict[fx.Node, tuple[str, Tensor]] = {}
+        for node in self.module.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "get_attr" and isinstance(value, Tensor) and id(value) in canonical:
+                self.names[node] = canonical[id(value)]
+                tensors[node] = (canonical[id(value)], value)
+        self.flow = Flow(tensors)
+        self.kinds: dict[str, str] = {}
+        # The channels of every unit of the last graph.
+        self.channels: dict[str, Array] = {}
+        for node in self.module.graph.nodes:
+            if node.op == "call_function":
+                self._follow(node)
+            elif node.op == "output":
+                for argument in node.all_input_nodes:
+                    value = self.flow.values.get(argument)
+                    for one in value if isinstance(value, tuple) else (value or Value(),):
+                        self.flow.block(one, "it is the model's output")
+
+    def graph(self, refused: Mapping[str, str] | None = None) -> Graph:
+        """Return the graph; units of the last graph that are refused are left out, with the reasons given."""
+        units = _Units(self)
+        for name, reason in (refused or {}).items():
+            units.reasons.update(dict.fromkeys(self.channels[name].tolist(), reason))
+        return units.graph()
+
+    def _follow(self, node: fx.Node) -> None:
+        name = operation(node)
+        if name.endswith("operator.getitem"):
+            value = self.flow.values.get(node.args[0])  # type: ignore[arg-type]
+            index = node.args[1]
+            if isinstance(value, tuple) and isinstance(index, int) and index < len(value):
+                self.flow.values[node] = value[index]
+            return
+        held = node.meta.get("val")
+        if not isinstance(held, (Tensor, tuple, list)):
+            return
+        call, rule = Call(node), rule_of(name)
+        self.flow.values[node] = self.flow.run(call, rule.follow)
+        if rule.kind:
+            kind = rule.kind
+            if kind == "conv" and int(call["groups"]) == shape(call["input"])[1] > 1:
+                kind = "depthwise"
+            for argument in call.tensors:
+                if argument in self.names:
+                    self.kinds.setdefault(self.names[argument], kind)
+
+
+class _Units:
+    """Groups channels into units, once all of them have been followed."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis, flow = analysis, analysis.flow
+        self.flow: Flow = flow
+        found = flow.slots.channels()
+        self.of_slot, self.reasons = found.of_slot, found.reasons
+        self.count = int(self.of_slot.max(initial=-1)) + 1
+        self.role = np.zeros(flow.slots.count, np.int8)
+        for slots in flow.read:
+            self.role[slots] = READ
+        for slots in flow.shared:
+            self.role[slots] = SHARED
+        self._block_conflicts()
+        self.starts: list[int] = []
+        self.homes: list[tuple[str, int]] = []
+        for tensor, axes in flow.stored.items():
+            for axis, slots in axes.items():
+                if len(slots):
+                    self.starts.append(int(slots[0]))
+                    self.homes.append((tensor, axis))
+        self.is_read = self._marked([slots for slots in flow.read])
+        self.is_curved = self._marked([slots for _, slots in flow.curved])
+
+    def _block_conflicts(self) -> None:
+        """Block channels with a stored entry that is a row for one call and a column for another."""
+        copied = np.zeros(self.flow.slots.count, bool)
+        for slots in self.flow.copied:
+            copied[slots] = True
+        both = np.flatnonzero(copied & (self.role == READ))
+        for slot, channel in zip(both.tolist(), self.of_slot[both].tolist(), strict=True):
+            self.reasons.setdefault(channel, f"slot {slot} of a shared weight is read and written")
+            self.reasons[channel] = "a weight that it uses is shared: one layer reads it, another makes channels of it"
+
+    def _marked(self, arrays: list[Array]) -> Array:
+        marked = np.zeros(self.count, bool)
+        for slots in arrays:
+            marked[self.of_slot[slots]] = True
+        return marked
+
+    def source(self, slots: Array) -> _Source | None:
+        """Return where in which stored tensor these slots stand; None if they come from several."""
+        if len(slots) == 0:
+            return None
+        place_ = np.searchsorted(self.starts, slots, side="right") - 1
+        if place_.min() != place_.max() or place_[0] < 0:
+            return None
+        tensor, axis = self.homes[int(place_[0])]
+        return _Source(tensor, axis, slots - self.starts[int(place_[0])])
+
+    def reason(self, channel: int) -> str | None:
+        """Return why a channel cannot be split; None if it can."""
+        if channel in self.reasons:
+            return self.reasons[channel]
+        if not self.is_read[channel]:
+            return "nothing consumes it"
+        if not self.is_curved[channel]:
+            return "no activation follows it"
+        return None
+
+    def graph(self) -> Graph:
+        signatures = self._signatures()
+        unit_of = np.full(self.count, -1)
+        channel_of = np.full(self.count, -1)
+        units: list[Unit] = []
+        for writer in self.flow.writers:
+            for channels in self._groups(writer, signatures, unit_of):
+                unit_of[channels], channel_of[channels] = len(units), np.arange(len(channels))
+                units.append(self._unit(channels, [unit.name for unit in units]))
+                self.analysis.channels[units[-1].name] = channels
+        units = [self._described(unit, index, unit_of) for index, unit in enumerate(units)]
+        tensors = self._tensors(unit_of, channel_of)
+        sizes = {(tensor, axis): self._size(slots, unit_of, units) for tensor, axis, slots in self._axes()}
+        stored = self.analysis.stored
+        parameters = [
+            self._parameter_size(name, tensor, sizes) for name, tensor in self.analysis.model.named_parameters()
+        ]
+        batch = float(self.analysis.exported.batch or 1)
+        products = [
+            SizedProduct(
+                product.factor / batch,
+                tuple(self._size(slots, unit_of, units) for slots in product.axes),
+            )
+            for product in self.flow.products
+        ]
+        used = set(self.analysis.names.values())
+        shared = {id(stored[name]) for name in used}
+        unused = tuple(name for name, p in self.analysis.model.named_parameters() if id(p) not in shared)
+        return Graph(
+            module=self.analysis.module,
+            units={unit.name: unit for unit in units},
+            layers=self._layers(units, unit_of),
+            tensors=tensors,
+            parameters=parameters,
+            products=products,
+            unused=unused,
+            sizes={
+                owner: sizes_of(self.analysis.model.get_submodule(owner))
+                for owner in dict.fromkeys(name.rpartition(".")[0] for name in used)
+            },
+        )
+
+    def _axes(self) -> Iterator[tuple[str, int, Array]]:
+        for tensor, axes in self.flow.stored.items():
+            for axis, slots in axes.items():
+                yield tensor, axis, slots
+
+    def _signatures(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Return, for every channel that can be split, which axes of which tensors hold how many of its entries."""
+        wanted = self.is_read & self.is_curved
+        if self.reasons:
+            wanted[list(self.reasons)] = False
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for index, (_, _, slots) in enumerate(self._axes()):
+            channels = self.of_slot[slots]
+            keep = wanted[channels]
+            if not keep.any():
+                continue
+            codes = channels[keep] * 4 + self.role[slots[keep]]
+            distinct, counts = np.unique(codes, return_counts=True)
+            for code, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+                found.setdefault(code // 4, []).append((index, code % 4, count))
+        return found
+
+    def _groups(
+        self, writer: Writer, signatures: Mapping[int, list[tuple[int, int, int]]], unit_of: Array
+    ) -> list[Array]:
+        """Return the channels that a writer makes and no unit has yet, grouped by what holds them."""
+        groups: dict[object, list[int]] = {}
+        for channel in dict.fromkeys(self.of_slot[writer.slots].tolist()):
+            if unit_of[channel] < 0 and channel in signatures:
+                groups.setdefault(tuple(signatures[channel]), []).append(channel)
+        return [np.array(channels) for channels in groups.values()]
+
+    def _writers(self, channel: int) -> list[Writer]:
+        return [writer for writer in self.flow.writers if channel in self.of_slot[writer.slots]]
+
+    def _unit(self, channels: Array, taken: list[str]) -> Unit:
+        """Return the unit of some channels: its filters are those of the first layer whose activation is known."""
+        writers = self._writers(int(channels[0]))
+        chains: list[Chain | str] = [self._chain(writer) for writer in writers]
+        which = next((i for i, chain in enumerate(chains) if isinstance(chain, Chain)), 0)
+        writer, chain = writers[which], chains[which]
+        made = self.of_slot[writer.slots]
+        # The first row of each channel: a weight may make a channel twice.
+        order = {channel: row for row, channel in reversed(list(enumerate(made.tolist())))}
+        rows = np.array([order[channel] for channel in channels.tolist()])
+        source = self.source(writer.slots[rows])
+        assert source is not None
+        tensor = self.analysis.stored[source.tensor]
+        bias = self._bias(writer, rows, source)
+        name = layer_name(source.tensor)
+        if name in taken:
+            name = f"{name}[{int(rows.min())}:{int(rows.max()) + 1}]"
+        unit = Unit(
+            name=name,
+            kind=self._kind(writer, source.tensor),
+            width=len(channels),
+            fan_in=tensor.numel() // tensor.shape[source.axis] + (bias is not None),
+            weight=source.tensor,
+            row_axis=source.axis,
+            rows=source.positions,
+            bias=bias,
+            producer_node=writer.node.name,
+            source_node=writer.source.name,
+        )
+        if isinstance(chain, str):
+            return replace(unit, uncaptured=chain)
+        axis = self._axis_of(chain.before, channels)
+        why_not = "" if axis is not None else "its channels cannot be found in its activation's input"
+        if writer.weight not in self.analysis.names and unit.kind != "edgeconv":
+            plain = operation(writer.weight) in ("aten.t", "aten.transpose", "aten.permute")
+            why_not = why_not or ("" if plain else "its weight is computed, not stored")
+        if not why_not and unit.kind == "conv" and operation(writer.node) not in _CAPTURED_CONVOLUTIONS:
+            why_not = f"{operation(writer.node).removeprefix('aten.')} has no splitting operator yet"
+        if not why_not and len(channels) != len(writer.slots):
+            why_not = "only some of its layer's filters belong to it"
+        return replace(
+            unit,
+            activation=chain.activation,
+            norm=None if chain.norm is None else layer_name(self._tensor_name(chain.norm, "running_var")),
+            norm_node=None if chain.norm is None else chain.norm.name,
+            before_node=chain.before.name,
+            activation_node=chain.after.name,
+            activation_axis=1 if axis is None else axis,
+            slope=None if chain.slope is None else self.analysis.names.get(chain.slope),
+            is_direct=chain.is_direct,
+            uncaptured=why_not,
+        )
+
+    def _chain(self, writer: Writer) -> Chain | str:
+        source = self.source(writer.slots)
+        owner = "" if source is None else layer_name(source.tensor)
+        layer = self._submodule(owner)
+        if isinstance(layer, EdgeConv):
+            return _edgeconv_chain(writer, owner, layer)
+        return find_chain(writer.node)
+
+    def _submodule(self, name: str) -> nn.Module | None:
+        try:
+            return self.analysis.model.get_submodule(name)
+        except AttributeError:
+            return None
+
+    def _kind(self, writer: Writer, tensor: str) -> str:
+        return "edgeconv" if isinstance(self._submodule(layer_name(tensor)), EdgeConv) else writer.kind
+
+    def _tensor_name(self, node: fx.Node, argument: str) -> str:
+        given = Call(node)[argument]
+        return self.analysis.names.get(given, place(node))
+
+    def _bias(self, writer: Writer, rows: Array, source: _Source) -> str | None:
+        """Return the name of the bias if it is stored, one number for each of the weight's rows."""
+        if writer.bias is None or writer.bias not in self.analysis.names:
+            return None
+        name = self.analysis.names[writer.bias]
+        tensor = self.analysis.stored[name]
+        fits = tensor.dim() == 1 and len(tensor) == self.analysis.stored[source.tensor].shape[source.axis]
+        return name if fits and len(rows) else None
+
+    def _axis_of(self, node: fx.Node, channels: Array) -> int | None:
+        value = self.flow.value(node)
+        for axis, slots in value.axes.items():
+            if np.isin(channels, self.of_slot[slots]).all():
+                return axis
+        return None
+
+    def _described(self, unit: Unit, index: int, unit_of: Array) -> Unit:
+        """Return a unit with the names of its followers, consumers and of the nonlinear operations left out."""
+        followers, consumers = [], []
+        for tensor, _, slots in self._axes():
+            mine = unit_of[self.of_slot[slots]] == index
+            if mine.any():
+                is_read = (self.role[slots[mine]] == READ).any()
+                if is_read:
+                    consumers.append(layer_name(tensor))
+                elif tensor not in (unit.weight, unit.bias):
+                    followers.append(layer_name(tensor))
+        own = {unit.activation_node}
+        left_out = []
+        order = {node.name: i for i, node in enumerate(self.analysis.module.graph.nodes)}
+        for node, slots in self.flow.curved:
+            after = unit.activation_node == "" or order[node.name] > order[unit.activation_node]
+            if after and node.name not in own and (unit_of[self.of_slot[slots]] == index).any():
+                left_out.append(place(node))
+        return replace(
+            unit,
+            followers=tuple(name for name in dict.fromkeys(followers) if name != unit.name),
+            consumers=tuple(dict.fromkeys(consumers)),
+            left_out=tuple(dict.fromkeys(left_out)),
+        )
+
+    def _tensors(self, unit_of: Array, channel_of: Array) -> dict[str, dict[int, AxisLayout]]:
+        found: dict[str, dict[int, AxisLayout]] = {}
+        for tensor, axis, slots in self._axes():
+            channels = self.of_slot[slots]
+            unit = unit_of[channels]
+            if (unit >= 0).any():
+                role = np.where(unit >= 0, self.role[slots], REPEATED)
+                found.setdefault(tensor, {})[axis] = AxisLayout(unit, channel_of[channels], role)
+        return found
+
+    def _size(self, slots: Array, unit_of: Array, units: list[Unit]) -> AxisSize:
+        of = unit_of[self.of_slot[slots]]
+        numbers, counts = np.unique(of[of >= 0], return_counts=True)
+        per_channel = {
+            units[number].name: count // units[number].width
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
+        }
+        return AxisSize(int((of < 0).sum()), per_channel)
+
+    def _parameter_size(self, name: str, tensor: Tensor, sizes: Mapping[tuple[str, int], AxisSize]) -> SizedProduct:
+        factor, axes = 1.0, []
+        for axis, length in enumerate(tensor.shape):
+            size = sizes.get((name, axis))
+            if size is None or not size.per_channel:
+                factor *= length
+            else:
+                axes.append(size)
+        return SizedProduct(factor, tuple(axes))
+
+    def _layers(self, units: list[Unit], unit_of: Array) -> dict[str, Layer]:
+        """Return every layer that holds channels, in the order of the graph."""
+        by_name = {unit.name: unit for unit in units}
+        writers: dict[str, Writer] = {}
+        for one in self.flow.writers:
+            source = self.source(one.slots)
+            if source is not None:
+                writers.setdefault(layer_name(source.tensor), one)
+        found: dict[str, Layer] = {}
+        for tensor in self.flow.stored:
+            name, kind = layer_name(tensor), self.analysis.kinds.get(tensor)
+            if kind is None or name in found:
+                continue
+            writer = writers.get(name)
+            kind = self._kind(writer, tensor) if writer is not None else kind
+            shape_ = self.analysis.stored[tensor].shape
+            width = len(writer.slots) if writer is not None else (shape_[0] if shape_ else 1)
+            reason = None
+            if name not in by_name and writer is not None:
+                channels = self.of_slot[writer.slots].tolist()
+                reason = next((why for channel in channels if (why := self.reason(channel))), None)
+                if reason is None:
+                    along = [units[unit_of[channel]].name for channel in channels if unit_of[channel] >= 0]
+                    reason = f"it is split along with '{along[0]}'" if along else None
+            found[name] = Layer(name, kind, width, reason, writer is not None)
+        for unit in units:
+            if unit.name not in found:
+                found[unit.name] = Layer(unit.name, unit.kind, unit.width, None, True)
+        return found
+
+
+_CAPTURED_CONVOLUTIONS = frozenset({"aten.conv2d"})
+
+
+def _edgeconv_chain(writer: Writer, name: str, layer: EdgeConv) -> Chain | str:
+    """Return the chain of an EdgeConv layer: from its points to the maximum over their neighbours."""
+    inside = [node for node in writer.node.graph.nodes if place(node) == name or place(node).startswith(f"{name}.")]
+    maxima = [node for node in inside if operation(node) == "aten.amax"]
+    act = registered_chain(layer.activation)
+    if not maxima or act is None:
+        return f"its activation {type(layer.activation).__name__} is not known"
+    return Chain(act, None, maxima[-1], maxima[-1], True)
