@@ -705,6 +705,39 @@ def test_a_hook_that_was_registered_after_the_trace_is_not_passed_over() -> None
     assert loss == pytest.approx(float(squared_error(outputs(model, batches[0][0]), batches[0][1])), rel=1e-12)
 
 
+class Rounding(torch.autograd.Function):
+    """Rounds; its derivative is taken to be 1, as in training with quantised activations."""
+
+    @staticmethod
+    def forward(ctx: object, h: Tensor) -> Tensor:
+        return torch.round(4 * h) / 4
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:
+        return g
+
+
+# The same function and the same derivative, in two forms.
+ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda h: h + (torch.round(4 * h) / 4 - h).detach(),
+    "function": Rounding.apply,
+}
+
+
+def test_a_derivative_that_the_user_has_defined_is_not_passed_over() -> None:
+    x, target = data(6, 4), data(6, 2)
+    found = []
+    for rounded in ROUNDED.values():
+        model = net(lambda s, x, f=rounded: s.down(f(F.silu(s.up(x)))), up=nn.Linear(4, 5), down=nn.Linear(5, 2))  # type: ignore[misc]
+        # It is an error, or part of what is captured.
+        try:
+            found.append(capture(model, squared_error, [(x, target)], trace(model, x))["up"].dense())
+        except ValueError:
+            assert rounded is Rounding.apply
+    assert all(relative_error(one, found[0]) < 1e-12 for one in found)
+    assert found[0].abs().max() > 0
+
+
 def test_units_that_cannot_be_captured_are_left_out_and_named() -> None:
     case = BY_NAME["resnet"]
     model, graph = traced(case)
