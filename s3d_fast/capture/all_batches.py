@@ -111,6 +111,11 @@ def capture(
             "the model writes into views of tensors, and switches gradients off in parts of its code; torch.export "
             "loses where. Write one of the two differently, or use capture_layers"
         )
+    if graph.module.meta.get("functions"):
+        raise ValueError(
+            f"the model uses {', '.join(graph.module.meta['functions'])}, whose backward pass torch.export loses; use "
+            "capture_layers"
+        )
     capturer = BatchCapture(model, loss_fn, graph, sharpness)
     captured = capture_with(capturer, chosen, batches, dtype, memory_budget, scratch, progress)
     stored = stored_tensors(model)
@@ -337,6 +342,6 @@ def _choose(graph: Graph, units: Sequence[str] | None) -> list[Unit]:
             if graph.units[name].uncaptured:
                 raise ValueError(f"units: {name!r} cannot be captured: {graph.units[name].uncaptured}")
         chosen = [graph.units[name] for name in dict.fromkeys(units)]
-    if not chosen:
+    if not chosen and units is None:
         raise ValueError("the model has nothing to split that could be captured; print(graph.explain()) says why")
     return chosen

@@ -72,9 +72,11 @@ class BatchCapture:
     ) -> float:
         """Call `keep` with the name and operator of every unit on this batch, one by one; return the loss."""
         with torch.enable_grad(), slow_attention():
-            stand_in = _StandIn(self.model, self.graph, units)
-            loss = checked_loss(stand_in.model, self.loss_fn, batch, index)
-            taps = stand_in.taps(index)
+            runs: list[_Taps] = []
+            loss = checked_loss(_stand_in(self.model, self.graph, units, runs), self.loss_fn, batch, index)
+            if len(runs) != 1:
+                raise ValueError(f"loss_fn must call the model exactly once per batch, got {len(runs)} calls")
+            taps = runs.pop()
             units = taps.units
             gradients = _gradients(loss, taps, units, index)
             while gradients:
@@ -143,29 +145,21 @@ class _Taps(Execution):
         return result
 
 
-class _StandIn:
-    """A shallow copy of the model, with the same submodules, whose forward pass runs in taps."""
+def _stand_in(model: nn.Module, graph: Graph, units: Sequence[Unit], runs: list[_Taps]) -> nn.Module:
+    """Return a shallow copy of the model whose forward pass runs in taps; `runs` gets them."""
+    stand_in = copy.copy(model)
 
-    def __init__(self, model: nn.Module, graph: Graph, units: Sequence[Unit]) -> None:
-        self.runs: list[_Taps] = []
-        self.model = copy.copy(model)
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        found = graph_for(graph, model, arguments, keywords)
+        taps = _Taps(found.module, model, [found.units[unit.name] for unit in units])
+        runs.append(taps)
+        return taps.run(*in_order(found.module, model, arguments, keywords))
 
-        def forward(*arguments: Any, **keywords: Any) -> Any:
-            found = graph_for(graph, model, arguments, keywords)
-            taps = _Taps(found.module, model, [found.units[unit.name] for unit in units])
-            self.runs.append(taps)
-            return taps.run(*in_order(found.module, model, arguments, keywords))
-
-        self.model.__dict__["forward"] = forward
-        # The graph contains what the model's own hooks do.
-        for table in ("_forward_hooks", "_forward_pre_hooks"):
-            self.model.__dict__[table] = type(getattr(model, table))()
-
-    def taps(self, index: int) -> _Taps:
-        """Return the taps of the one call of the model."""
-        if len(self.runs) != 1:
-            raise ValueError(f"loss_fn must call the model exactly once per batch, got {len(self.runs)} calls")
-        return self.runs[0]
+    stand_in.__dict__["forward"] = forward
+    # The graph contains what the model's own hooks do.
+    for table in ("_forward_hooks", "_forward_pre_hooks"):
+        stand_in.__dict__[table] = type(getattr(model, table))()
+    return stand_in
 
 
 def _gradients(loss: Tensor, taps: _Taps, units: Sequence[Unit], index: int) -> list[Tensor]:

@@ -293,7 +293,9 @@ def read_any(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str,
 
 def _unpickled(path: str | os.PathLike[str]) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # A file, since torch looks at the ending of a name.
+        with open(path, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +78,11 @@ def find_chain(node: fx.Node) -> Chain | str:
             if rule_of(name).selects and is_tensor(user) and user.all_input_nodes[0] is node:
                 node, is_direct = user, is_direct and _keeps_layout(name)
                 continue
-        region = _region(node)
-        if region is None:
-            at = others[0] if others and len(users) > 1 else user
-            return f"no activation follows it: '{place(at)}' comes first"
-        made = _activation_of(node, region)
-        if made is None:
-            return f"no activation follows it: '{region[-1].name}' is not a function of one entry alone"
-        return Chain(made, norm, node, region[-1], is_direct)
+        for region in _regions(node):
+            made = _activation_of(node, region)
+            if made is not None:
+                return Chain(made, norm, node, region[-1], is_direct)
+        return f"no activation follows it: '{place(others[0] if others else user)}' comes first"
 
 
 def _is_tuple(node: fx.Node) -> bool:
@@ -114,10 +111,10 @@ def named_activation(node: fx.Node) -> Activation | None:
     return None
 
 
-def _region(start: fx.Node) -> list[fx.Node] | None:
-    """Return the shortest run of elementwise calls that begins at a node and ends in one node that all of it leads to.
+def _regions(start: fx.Node) -> Iterator[list[fx.Node]]:
+    """Yield the runs of elementwise calls that begin at a node and end in one node that all of it leads to.
 
-    Every call in it depends on the start, on other calls in it and on plain numbers alone.
+    Every call in a run depends on the start, on other calls in it and on plain numbers alone. The shortest comes first.
     """
     inside = {start}
     found: list[fx.Node] = []
@@ -125,21 +122,20 @@ def _region(start: fx.Node) -> list[fx.Node] | None:
     # A hand-written activation has a few operations: look no further.
     for _ in range(200):
         if node.op == "output":
-            return None
+            return
         touches = [argument for argument in node.all_input_nodes if argument in inside]
         if touches:
             alone = all(argument in inside or _is_number(argument) for argument in node.all_input_nodes)
             is_ours = node.op == "call_function" and is_tensor(node) and rule_of(operation(node)).is_elementwise
             if not (alone and is_ours):
-                return None
+                return
             inside.add(node)
             found.append(node)
             behind = inside - {node}
             closed = all(user in inside for one in behind for user in one.users if is_tensor(user) or _is_tuple(user))
             if closed and any(operation(one) not in _PLAIN for one in found):
-                return found
+                yield list(found)
         node = node.next
-    return None
 
 
 _PLAIN = frozenset({"aten.dropout", "aten.clone", "aten.alias", "aten.contiguous", "aten.detach", "aten.to"})
@@ -167,6 +163,8 @@ def _activation_of(start: fx.Node, region: Sequence[fx.Node]) -> Activation | No
         with torch.no_grad():
             shown = function(grid)
     except Exception:
+        return None
+    if not shown.is_floating_point():
         return None
     for name in RECOGNISED:
         known = activation("gelu", approximate="tanh") if name == "gelu_tanh" else activation(name)

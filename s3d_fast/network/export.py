@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from s3d_fast.network.calls import Call, operation
 from s3d_fast.network.execution import argument_names
 from s3d_fast.network.registered import custom_layer, opaque
+from s3d_fast.network.undo import AllOrNothing
 
 
 @dataclass
@@ -56,7 +57,15 @@ def exported(
         for tensor in _tensors(arguments, keywords):
             if tensor.dim() and tensor.shape[0] == batch:
                 shapes[tensor] = {0: Dim.AUTO}
-    with _quietly(), slow_attention(), _explaining(model, arguments, keywords), opaque(model, arguments, keywords):
+    functions: list[str] = []
+    with (
+        _quietly(),
+        slow_attention(),
+        _explaining(model, arguments, keywords),
+        _attributes_kept(model),
+        _functions_noted(functions),
+        opaque(model, arguments, keywords),
+    ):
         program = export(model, arguments, keywords, dynamic_shapes=shapes if any_batch else None, strict=False)
         module = program.module(check_guards=False)
         assert isinstance(module, fx.GraphModule)
@@ -75,6 +84,7 @@ def exported(
             assert custom is not None
             made = None if custom.activation is None else custom.activation(layer)
             node.meta |= {"is_linear": custom.linear, "activation": made}
+    module.meta["functions"] = functions
     given = argument_names(model, arguments, keywords)
     positional = list(given)[: len(arguments)]
     module.meta["argument_names"] = [*positional, *keywords]
@@ -128,6 +138,33 @@ def _explaining(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
         yield
     except Exception as error:
         raise _explained(model, arguments, keywords, error) from error
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put every attribute back: torch.export replaces lists and dicts by copies."""
+    with AllOrNothing(model.modules()) as undo:
+        try:
+            yield
+        finally:
+            undo.undo()
+
+
+@contextlib.contextmanager
+def _functions_noted(names: list[str]) -> Iterator[None]:
+    """Note the functions with a backward pass of their own that the model uses: the graph loses it."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            names.append(cls.__name__)
+        return original.__func__(cls, *arguments, **keywords)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
 
 
 @contextlib.contextmanager

@@ -159,6 +159,9 @@ class Flow:
                 self.slots.tie(first, value.axes[own])
             if others:
                 self.slots.block(first, f"{call.words} ties it to a tensor that no layer makes")
+                if all(value.is_stored for value, _ in held):
+                    # Such as a mask over positions, which are no channels.
+                    continue
             if not is_stored:
                 for value, own in held:
                     self.use(value, [own])
@@ -173,6 +176,22 @@ class Flow:
         if not linear and not is_stored:
             self.note_curved(call.node, result)
         return result
+
+    def divide(self, call: Call, value: Value, axis: int, starts: Sequence[int]) -> None:
+        """Follow code that divides an axis at some places.
+
+        Equal parts stay equal only if all of them grow alike, so their channels are tied. Other places would have to
+        move by as much as the channels before them grow, which code does not do.
+        """
+        slots = value.axes.get(axis)
+        if slots is None:
+            return
+        part = min((start for start in starts if start > 0), default=len(slots))
+        if len(slots) % part or any(start % part for start in starts):
+            self.slots.block(slots, f"{call.words} divides its channels at a place that does not grow along")
+            return
+        for start in range(part, len(slots), part):
+            self.slots.tie(slots[:part], slots[start : start + part])
 
     def note_curved(self, node: fx.Node, value: Value) -> None:
         """Record that a call is not linear in the channels of its result."""

@@ -150,8 +150,7 @@ def opaque(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any
         for name, module in own.items():
             if name in shapes:
                 _SHAPES[name] = shapes[name]
-                tensors = [getattr(module, tensor, None) for tensor in REGISTERED[type(module)].per_channel]
-                module.__dict__["forward"] = _call(name, [tensor for tensor in tensors if tensor is not None])
+                module.__dict__["forward"] = _call(name, module)
         yield
     finally:
         for name, module in own.items():
@@ -162,9 +161,11 @@ def opaque(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any
                 module.__dict__["forward"] = before[name]
 
 
-def _call(name: str, tensors: list[Tensor]) -> Callable[[Tensor], Tensor]:
+def _call(name: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        return registered(x, tensors, name)
+        # Read here: torch.export puts its own tensors in their place while it runs.
+        tensors = [getattr(module, tensor, None) for tensor in REGISTERED[type(module)].per_channel]
+        return registered(x, [tensor for tensor in tensors if tensor is not None], name)
 
     return forward
 

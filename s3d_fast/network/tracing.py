@@ -9,7 +9,7 @@ from torch import nn
 
 from s3d_fast.network.execution import in_order
 from s3d_fast.network.export import Exported, exported, takes
-from s3d_fast.network.graph import Graph, fingerprint
+from s3d_fast.network.graph import Graph, fingerprint, hooks_of
 from s3d_fast.network.proof import proved
 from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.network.units import Analysis
@@ -40,7 +40,8 @@ def trace(model: nn.Module, example_input: Any, *, prove: bool = True) -> Graph:
         program = exported(model, *arguments_of(model, example_input))
         analysis = Analysis(model, program)
         graph = proved(model, program, analysis) if prove else analysis.graph()
-    graph.traced, graph.model, graph.is_proved = fingerprint(model), model, prove
+    graph.traced, graph.hooks = fingerprint(model), hooks_of(model)
+    graph.model, graph.is_proved = model, prove
     return graph
 
 

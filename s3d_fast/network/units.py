@@ -26,20 +26,9 @@ from s3d_fast.network.graph import (
     sizes_of,
     stored_tensors,
 )
-from s3d_fast.network.registered import registered_chain
+from s3d_fast.network.registered import custom_layer, registered_chain
 from s3d_fast.network.rules import rule_of
 from s3d_fast.network.slots import Array
-
-
-def layer_name(tensor: str) -> str:
-    """Return the name of the layer that a tensor belongs to; a bare parameter is its own layer."""
-    owner, _, leaf = tensor.rpartition(".")
-    if ".parametrizations." in f".{tensor}":
-        return tensor.split(".parametrizations.")[0]
-    return owner if owner and leaf in _LAYER_TENSORS else tensor
-
-
-_LAYER_TENSORS = frozenset({"weight", "bias", "running_mean", "running_var", "metric", "gamma", "beta", "scale"})
 
 
 @dataclass
@@ -131,7 +120,8 @@ class _Units:
                 if len(slots):
                     self.starts.append(int(slots[0]))
                     self.homes.append((tensor, axis))
-        self.is_read = self._marked([slots for slots in flow.read])
+        self.makers: dict[int, list[Writer]] = {}
+        self.is_read = self._marked(flow.read)
         self.is_curved = self._marked([slots for _, slots in flow.curved])
 
     def _block_conflicts(self) -> None:
@@ -160,6 +150,18 @@ class _Units:
         tensor, axis = self.homes[int(place_[0])]
         return _Source(tensor, axis, slots - self.starts[int(place_[0])])
 
+    def layer_name(self, tensor: str) -> str:
+        """Return the name of the layer that a tensor belongs to; a bare parameter is its own layer."""
+        if ".parametrizations." in f".{tensor}":
+            return tensor.split(".parametrizations.")[0]
+        owner, _, leaf = tensor.rpartition(".")
+        if not owner or leaf in ("weight", "bias"):
+            return owner or tensor
+        module = self.analysis.model.get_submodule(owner)
+        is_list = isinstance(module, (nn.ParameterList, nn.ParameterDict))
+        is_layer = custom_layer(module) is not None or isinstance(module, EdgeConv) or not module._modules
+        return owner if is_layer and not is_list else tensor
+
     def reason(self, channel: int) -> str | None:
         """Return why a channel cannot be split; None if it can."""
         if channel in self.reasons:
@@ -180,7 +182,7 @@ class _Units:
                 unit_of[channels], channel_of[channels] = len(units), np.arange(len(channels))
                 units.append(self._unit(channels, [unit.name for unit in units]))
                 self.analysis.channels[units[-1].name] = channels
-        units = [self._described(unit, index, unit_of) for index, unit in enumerate(units)]
+        units = self._described(units, unit_of)
         tensors = self._tensors(unit_of, channel_of)
         sizes = {(tensor, axis): self._size(slots, unit_of, units) for tensor, axis, slots in self._axes()}
         stored = self.analysis.stored
@@ -195,7 +197,7 @@ class _Units:
             )
             for product in self.flow.products
         ]
-        used = set(self.analysis.names.values())
+        used = list(dict.fromkeys(self.analysis.names.values()))
         shared = {id(stored[name]) for name in used}
         unused = tuple(name for name, p in self.analysis.model.named_parameters() if id(p) not in shared)
         return Graph(
@@ -245,7 +247,12 @@ class _Units:
         return [np.array(channels) for channels in groups.values()]
 
     def _writers(self, channel: int) -> list[Writer]:
-        return [writer for writer in self.flow.writers if channel in self.of_slot[writer.slots]]
+        """Return the calls that make a channel, in the order of the graph."""
+        if not self.makers:
+            for writer in self.flow.writers:
+                for made in set(self.of_slot[writer.slots].tolist()):
+                    self.makers.setdefault(made, []).append(writer)
+        return self.makers[channel]
 
     def _unit(self, channels: Array, taken: list[str]) -> Unit:
         """Return the unit of some channels: its filters are those of the first layer whose activation is known."""
@@ -261,7 +268,7 @@ class _Units:
         assert source is not None
         tensor = self.analysis.stored[source.tensor]
         bias = self._bias(writer, rows, source)
-        name = layer_name(source.tensor)
+        name = self.layer_name(source.tensor)
         if name in taken:
             name = f"{name}[{int(rows.min())}:{int(rows.max()) + 1}]"
         unit = Unit(
@@ -290,7 +297,7 @@ class _Units:
         return replace(
             unit,
             activation=chain.activation,
-            norm=None if chain.norm is None else layer_name(self._tensor_name(chain.norm, "running_var")),
+            norm=None if chain.norm is None else self.layer_name(self._tensor_name(chain.norm, "running_var")),
             norm_node=None if chain.norm is None else chain.norm.name,
             before_node=chain.before.name,
             activation_node=chain.after.name,
@@ -302,7 +309,7 @@ class _Units:
 
     def _chain(self, writer: Writer) -> Chain | str:
         source = self.source(writer.slots)
-        owner = "" if source is None else layer_name(source.tensor)
+        owner = "" if source is None else self.layer_name(source.tensor)
         layer = self._submodule(owner)
         if isinstance(layer, EdgeConv):
             return _edgeconv_chain(writer, owner, layer)
@@ -315,7 +322,7 @@ class _Units:
             return None
 
     def _kind(self, writer: Writer, tensor: str) -> str:
-        return "edgeconv" if isinstance(self._submodule(layer_name(tensor)), EdgeConv) else writer.kind
+        return "edgeconv" if isinstance(self._submodule(self.layer_name(tensor)), EdgeConv) else writer.kind
 
     def _tensor_name(self, node: fx.Node, argument: str) -> str:
         given = Call(node)[argument]
@@ -337,30 +344,33 @@ class _Units:
                 return axis
         return None
 
-    def _described(self, unit: Unit, index: int, unit_of: Array) -> Unit:
-        """Return a unit with the names of its followers, consumers and of the nonlinear operations left out."""
-        followers, consumers = [], []
+    def _described(self, units: list[Unit], unit_of: Array) -> list[Unit]:
+        """Return the units with the names of their followers, consumers and of the nonlinear operations left out."""
+        followers: list[list[str]] = [[] for _ in units]
+        consumers: list[list[str]] = [[] for _ in units]
+        left_out: list[list[str]] = [[] for _ in units]
         for tensor, _, slots in self._axes():
-            mine = unit_of[self.of_slot[slots]] == index
-            if mine.any():
-                is_read = (self.role[slots[mine]] == READ).any()
-                if is_read:
-                    consumers.append(layer_name(tensor))
-                elif tensor not in (unit.weight, unit.bias):
-                    followers.append(layer_name(tensor))
-        own = {unit.activation_node}
-        left_out = []
-        order = {node.name: i for i, node in enumerate(self.analysis.module.graph.nodes)}
+            numbers, is_read = unit_of[self.of_slot[slots]], self.role[slots] == READ
+            for number in np.unique(numbers[numbers >= 0]).tolist():
+                if is_read[numbers == number].any():
+                    consumers[number].append(self.layer_name(tensor))
+                elif tensor not in (units[number].weight, units[number].bias):
+                    followers[number].append(self.layer_name(tensor))
+        order = {node.name: place for place, node in enumerate(self.analysis.module.graph.nodes)}
         for node, slots in self.flow.curved:
-            after = unit.activation_node == "" or order[node.name] > order[unit.activation_node]
-            if after and node.name not in own and (unit_of[self.of_slot[slots]] == index).any():
-                left_out.append(place(node))
-        return replace(
-            unit,
-            followers=tuple(name for name in dict.fromkeys(followers) if name != unit.name),
-            consumers=tuple(dict.fromkeys(consumers)),
-            left_out=tuple(dict.fromkeys(left_out)),
-        )
+            numbers = unit_of[self.of_slot[slots]]
+            for number in np.unique(numbers[numbers >= 0]).tolist():
+                if order[node.name] > order.get(units[number].activation_node, -1):
+                    left_out[number].append(place(node))
+        return [
+            replace(
+                unit,
+                followers=tuple(name for name in dict.fromkeys(followers[number]) if name != unit.name),
+                consumers=tuple(dict.fromkeys(consumers[number])),
+                left_out=tuple(dict.fromkeys(left_out[number])),
+            )
+            for number, unit in enumerate(units)
+        ]
 
     def _tensors(self, unit_of: Array, channel_of: Array) -> dict[str, dict[int, AxisLayout]]:
         found: dict[str, dict[int, AxisLayout]] = {}
@@ -398,10 +408,10 @@ class _Units:
         for one in self.flow.writers:
             source = self.source(one.slots)
             if source is not None:
-                writers.setdefault(layer_name(source.tensor), one)
+                writers.setdefault(self.layer_name(source.tensor), one)
         found: dict[str, Layer] = {}
         for tensor in self.flow.stored:
-            name, kind = layer_name(tensor), self.analysis.kinds.get(tensor)
+            name, kind = self.layer_name(tensor), self.analysis.kinds.get(tensor)
             if kind is None or name in found:
                 continue
             writer = writers.get(name)

@@ -289,17 +289,23 @@ def test_a_damaged_file_is_refused(name: str, tmp_path: Path) -> None:
     path.write_bytes(damage(name, saved(path)))
     model = mlp()
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"net\.safetensors"):
+    with pytest.raises(ValueError, match=r"net\.safetensors|the file"):
         s3d.load_grown(model, path)
     assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}], ids=["none", "empty", "foreign"])
+def test_a_safetensors_file_of_others_is_loaded(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+    path, model = tmp_path / "net.safetensors", mlp()
+    wanted = {name: tensor.clone() + 1 for name, tensor in model.state_dict().items()}
+    save_file(wanted, path, metadata=metadata)
+    s3d.load_grown(model, path)
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
     "metadata",
     [
-        None,
-        {},
-        {"format": "pt"},
         {"format": "s3d_fast grown network 999", "record": "{}"},
         {"format": checkpoint.FORMAT},
         {"format": checkpoint.FORMAT, "record": "not JSON"},
@@ -307,7 +313,7 @@ def test_a_damaged_file_is_refused(name: str, tmp_path: Path) -> None:
         {"format": checkpoint.FORMAT, "record": '{"sizes": 3}'},
         {"format": checkpoint.FORMAT, "record": '{"sizes": {"layers.0": 3}}'},
     ],
-    ids=["none", "empty", "foreign", "future", "no-record", "not-json", "list", "number", "number-of-layer"],
+    ids=["future", "no-record", "not-json", "list", "number", "number-of-layer"],
 )
 def test_a_file_of_another_format_is_refused(metadata: dict[str, str] | None, tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"

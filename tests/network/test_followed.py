@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import Activation, Graph, apply_splits, capture, register_layer, trace
-from s3d_fast.network import registered
-from tests.cases import relative_error
-from tests.model_cases import BY_NAME, MODELS, ModelCase, data, net, random_plan, squared_error, traced
+from s3d_fast import Activation, Graph, trace
+from tests.model_cases import BY_NAME, MODELS, ModelCase, data, net, traced
 from tests.network.tracing_cases import (
     IMAGES,
     assert_blocked,
@@ -24,11 +22,6 @@ from tests.network.tracing_cases import (
     row,
     two_linear,
 )
-
-
-@pytest.fixture
-def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered, "REGISTERED", dict(registered.REGISTERED))
 
 
 @pytest.mark.parametrize("case", MODELS, ids=str)
@@ -48,19 +41,6 @@ def test_a_unit_of_the_mlp_with_batchnorm_has_its_norm() -> None:
     assert (unit.followers, unit.consumers, unit.left_out) == (("layers.1",), ("layers.3",), ())
     assert unit.activation is not None
     assert unit.activation.name == "silu"
-
-
-def test_the_layers_of_a_residual_stream_are_one_unit() -> None:
-    _, graph = traced(BY_NAME["resnet"])
-    stem = graph.units["stem.0"]
-    assert {"stem.1", "blocks.0.conv2", "blocks.0.bn2", "blocks.1.conv2", "blocks.1.bn2"} == set(stem.followers)
-    assert stem.consumers == ("blocks.0.conv1", "blocks.1.conv1", "blocks.2.conv1", "blocks.2.shortcut.0")
-    assert stem.left_out == ("blocks.0.act2", "blocks.1.act2")
-    for name in ("blocks.0.conv2", "blocks.1.conv2"):
-        assert_blocked(graph, name, "it is split along with 'stem.0'")
-    assert_blocked(graph, "blocks.2.shortcut.0", "it is split along with 'blocks.2.conv2'")
-    assert "blocks.2.shortcut.0" in graph.units["blocks.2.conv2"].followers
-    assert graph.units["blocks.1.conv1"].consumers == ("blocks.1.conv2",)
 
 
 def test_pointwise_layers_of_mobilenet_leave_out_the_depthwise_activation() -> None:
@@ -104,118 +84,6 @@ def test_the_feed_forward_layer_of_a_transformer_is_its_unit() -> None:
         assert_blocked(graph, name, "add", "ties it to a tensor that no layer makes")
     assert graph.units["up"].activation is not None
     assert graph.units["up"].activation.name == "gelu"
-
-
-def four(forward: Callable[[nn.Module, Tensor], Tensor], **parts: nn.Module) -> nn.Module:
-    """Return a model with layers of 4 -> 6 (a and b), 6 -> 6 (mid) and 6 -> 2 (c and d) channels."""
-    layers = {"a": nn.Linear(4, 6), "b": nn.Linear(4, 6), "mid": nn.Linear(6, 6)}
-    return net(forward, **layers, c=nn.Linear(6, 2), d=nn.Linear(6, 2), **parts)
-
-
-def share(model: nn.Module, one: str, other: str) -> nn.Module:
-    """Let a layer use the weight of another one."""
-    model.get_submodule(other).weight = model.get_submodule(one).weight
-    return model
-
-
-# A model, its only unit, the layers that are split along with it, and the layers that read its channels.
-JOINT: dict[str, tuple[Callable[[], nn.Module], str, tuple[str, ...], tuple[str, ...]]] = {
-    "residual addition": (
-        lambda: four(lambda s, x: s.c(F.silu(h := F.silu(s.a(x))) + s.mid(h))),
-        "a",
-        ("mid",),
-        ("mid", "c"),
-    ),
-    "gate": (lambda: four(lambda s, x: s.c(F.relu(s.a(x)) * torch.sigmoid(s.b(x)))), "a", ("b",), ("c",)),
-    "gate that the channels make": (
-        lambda: four(lambda s, x: s.c((h := F.silu(s.a(x))) * torch.sigmoid(s.mid(h)))),
-        "a",
-        ("mid",),
-        ("mid", "c"),
-    ),
-    "maximum": (lambda: four(lambda s, x: s.c(torch.max(F.relu(s.a(x)), F.relu(s.b(x))))), "a", ("b",), ("c",)),
-    "difference": (lambda: four(lambda s, x: s.c(torch.tanh(s.a(x) - s.b(x)))), "a", ("b",), ("c",)),
-    "where": (lambda: four(lambda s, x: s.c(torch.where(s.a(x) > 0, s.a(x), s.b(x)))), "a", ("b",), ("c",)),
-    "batchnorm called twice": (
-        lambda: four(lambda s, x: s.c(F.relu(s.norm(s.a(x)))) + s.d(F.relu(s.norm(s.b(x)))), norm=nn.BatchNorm1d(6)),
-        "a",
-        ("b", "norm"),
-        ("c", "d"),
-    ),
-    "layer called twice": (
-        lambda: four(lambda s, x: s.c(F.relu(s.mid(F.relu(s.mid(F.relu(s.a(x)))))))),
-        "a",
-        ("mid",),
-        ("mid", "c"),
-    ),
-    "layers that share their rows": (
-        lambda: share(four(lambda s, x: s.c(F.relu(s.a(x))) + s.d(F.silu(s.b(x.square())))), "a", "b"),
-        "a",
-        ("b",),
-        ("c", "d"),
-    ),
-    "layers that share their columns": (
-        lambda: share(four(lambda s, x: s.c(F.relu(s.a(x))) * s.d(F.silu(s.b(x)))), "c", "d"),
-        "a",
-        ("b",),
-        ("c",),
-    ),
-    "weight that is also used directly": (
-        lambda: four(lambda s, x: s.c(F.relu(s.a(x))) + s.d(F.silu(F.linear(x.square(), s.a.weight)))),
-        "a",
-        (),
-        ("c", "d"),
-    ),
-}
-
-
-@pytest.mark.parametrize("which", JOINT)
-def test_layers_whose_channels_belong_together_are_one_unit(which: str) -> None:
-    build, name, along, consumers = JOINT[which]
-    graph = assert_splits_keep_outputs(build(), data(3, 4))
-    assert list(graph.units) == [name]
-    unit = graph.units[name]
-    assert (set(unit.followers), set(unit.consumers)) == (set(along), set(consumers))
-
-
-def test_a_squeeze_and_excitation_gate_is_split_along() -> None:
-    def gated(self: nn.Module, h: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.expand(F.relu(self.squeeze(h.mean((2, 3), keepdim=True)))))
-        return self.head(h * gate)
-
-    layers = {"squeeze": nn.Conv2d(4, 2, 1), "expand": nn.Conv2d(2, 4, 1), "head": nn.Conv2d(4, 2, 1)}
-    graph = assert_splits_keep_outputs(conv_then(gated, **layers), data(*IMAGES))
-    assert list(graph.units) == ["conv", "squeeze"]
-    assert graph.units["conv"].followers == ("expand",)
-    assert graph.units["conv"].consumers == ("squeeze", "head")
-
-
-# Two halves of six channels are multiplied.
-GATED_HALVES: dict[str, Callable[[Tensor], Tensor]] = {
-    "glu": lambda h: F.glu(h, 1),
-    "chunk": lambda h: F.silu(h.chunk(2, 1)[0]) * h.chunk(2, 1)[1],
-    "slices": lambda h: F.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
-    "split": lambda h: torch.mul(*torch.tanh(h).split(h.shape[1] // 2, 1)),
-}
-
-
-@pytest.mark.parametrize("which", GATED_HALVES)
-def test_channels_that_a_gate_ties_are_split_together(which: str) -> None:
-    model = net(lambda self, x: self.down(GATED_HALVES[which](self.up(x))), up=nn.Linear(4, 6), down=nn.Linear(3, 2))
-    graph = assert_splits_keep_outputs(model, data(3, 4))
-    assert graph.widths() == {"up": 3}
-    assert [channel for channel in graph.tensors["up.weight"][0].channel] == [0, 1, 2, 0, 1, 2]
-
-
-def test_parts_of_a_layer_can_be_units_of_their_own() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        a, b = F.silu(self.up(x)).split([self.left.in_features, self.right.in_features], 1)
-        return self.left(a) + self.right(b)
-
-    model = net(forward, up=nn.Linear(4, 7), left=nn.Linear(3, 2), right=nn.Linear(4, 2))
-    graph = assert_splits_keep_outputs(model, data(3, 4))
-    assert graph.widths() == {"up": 3, "up[3:7]": 4}
-    assert columns(graph, "right.weight") == channels_of("up[3:7]", 4)
 
 
 def test_a_normalised_weight_has_rows_that_can_be_split() -> None:
@@ -509,84 +377,3 @@ def test_a_model_with_several_inputs_is_traced_with_a_tuple() -> None:
     assert columns(graph, "head.weight") == channels_of("a", 3) + channels_of("b", 2)
     named = trace(Two().double(), {"y": data(3, 5), "x": data(3, 4)})
     assert described(named) == described(graph)
-
-
-class Swish2(nn.Module):
-    """x sigmoid(2 x), with control flow that torch.export cannot follow."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(2 * x) if bool(torch.isfinite(x).all()) else x
-
-
-class Scale(nn.Module):
-    """A factor per channel of the last axis."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-        self.factor = nn.Parameter(torch.linspace(0.5, 2.0, channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.shape[-1] == self.channels
-        return x * self.factor
-
-
-def swish2() -> Activation:
-    def first(z: Tensor) -> Tensor:
-        s = torch.sigmoid(2 * z)
-        return s + 2 * z * s * (1 - s)
-
-    def second(z: Tensor) -> Tensor:
-        s = torch.sigmoid(2 * z)
-        return 4 * s * (1 - s) * (1 + z * (1 - 2 * s))
-
-    return Activation("swish2", lambda z: z * torch.sigmoid(2 * z), first, second)
-
-
-@pytest.mark.usefixtures("_fresh_registry")
-@pytest.mark.parametrize("fixed", [True, False], ids=["activation", "function of the module"])
-def test_a_users_activation_can_be_registered(fixed: bool) -> None:
-    register_layer(Swish2, activation=swish2() if fixed else lambda module: swish2())
-    model = two_linear(lambda self, h: self.act(h), act=Swish2())
-    x = data(9, 4)
-    graph = assert_splits_keep_outputs(model, x)
-    unit = graph.units["up"]
-    assert unit.activation is not None
-    assert unit.activation.name == "swish2"
-    assert unit.left_out == ()
-
-    # x sigmoid(2 x) = silu(2 x) / 2: the curvature can be compared with a SiLU at twice the weights.
-    doubled = two_linear(lambda self, h: F.silu(h) * 0.5)
-    with torch.no_grad():
-        doubled.load_state_dict(model.state_dict())
-        doubled.up.weight.mul_(2)
-        doubled.up.bias.mul_(2)
-    target = data(9, 2)
-    S = capture(model, squared_error, [(x, target)], graph)["up"].dense()
-    S2 = capture(doubled, squared_error, [(x, target)], trace(doubled, x))["up"].dense()
-    assert relative_error(S, 4 * S2) < 1e-12
-
-
-@pytest.mark.usefixtures("_fresh_registry")
-def test_a_registered_activation_may_be_used_many_times() -> None:
-    register_layer(Swish2, activation=swish2())
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return self.c(self.act(self.b(self.act(self.a(x)))))
-
-    model = net(forward, a=nn.Linear(4, 5), b=nn.Linear(5, 6), c=nn.Linear(6, 2), act=Swish2())
-    assert list(trace(model, data(3, 4)).units) == ["a", "b"]
-
-
-@pytest.mark.usefixtures("_fresh_registry")
-@pytest.mark.parametrize("linear", [True, False])
-def test_a_scale_per_channel_can_be_registered(linear: bool) -> None:
-    register_layer(Scale, per_channel=["factor"], size_attributes=["channels"], linear=linear)
-    model = two_linear(lambda self, h: self.scale(F.silu(h)), scale=Scale(6))
-    graph = assert_splits_keep_outputs(model, data(3, 4))
-    unit = graph.units["up"]
-    assert unit.followers == ("scale",)
-    assert unit.consumers == ("down",)
-    assert unit.left_out == (() if linear else ("scale",))
-    apply_splits(model, random_plan(graph, 2), eps=0.0)
-    assert model.scale.channels == len(model.scale.factor) == 12

@@ -186,6 +186,7 @@ class Slice(_View):
         if step != 1:
             flow.block(value, f"{call.words} takes every {step}th of its channels", [axis])
         start = max(0, start + before[axis] if start < 0 else start)
+        flow.divide(call, value, axis, [start, start + after[axis] * step])
         return value.indexed(axis, slice(start, start + after[axis] * step, step))
 
 
@@ -212,6 +213,8 @@ class Split(_View):
         node = call.tensors[0]
         value, axis = flow.value(node), int(call["dim"]) % len(shape(node))
         parts, start = [], 0
+        lengths = [number(part.shape[axis]) for part in call.node.meta["val"]]
+        flow.divide(call, value, axis, [sum(lengths[:place]) for place in range(len(lengths))])
         for part in call.node.meta["val"]:
             length = number(part.shape[axis])
             parts.append(value.indexed(axis, slice(start, start + length)))
@@ -290,10 +293,7 @@ class Rearrange(Rule):
         before, after, value = shape(node), call.shape, flow.value(node)
         if call.operation in ("aten.roll", "aten.flip"):
             dims = call.dims("dims", len(before)) or list(range(len(before)))
-            if call.operation == "aten.flip":
-                for axis in dims:
-                    value = value.indexed(axis, slice(None, None, -1))
-                return value
+            # A flip also reverses the order of copies.
             flow.block(value, f"{call.words} moves its channels", dims)
             return value
         if call.operation in ("aten.repeat", "aten.tile"):
