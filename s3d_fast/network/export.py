@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.export import Dim, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
 from s3d_fast.network.calls import Call, operation
 from s3d_fast.network.execution import argument_names
+from s3d_fast.network.graph import hooks_of
 from s3d_fast.network.registered import custom_layer, opaque
 from s3d_fast.network.undo import AllOrNothing
 
@@ -84,7 +86,7 @@ def exported(
             assert custom is not None
             made = None if custom.activation is None else custom.activation(layer)
             node.meta |= {"is_linear": custom.linear, "activation": made}
-    module.meta["functions"] = functions
+    module.meta["functions"], module.meta["hooks"] = functions, hooks_of(model)
     given = argument_names(model, arguments, keywords)
     positional = list(given)[: len(arguments)]
     module.meta["argument_names"] = [*positional, *keywords]
@@ -153,18 +155,18 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _functions_noted(names: list[str]) -> Iterator[None]:
     """Note the functions with a backward pass of their own that the model uses: the graph loses it."""
-    original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
         if not cls.__module__.startswith("torch."):
             names.append(cls.__name__)
-        return original.__func__(cls, *arguments, **keywords)
+        return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    # All functions come through this class, also those whose `apply` somebody holds already.
+    _SingleLevelFunction.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        del _SingleLevelFunction.apply
 
 
 @contextlib.contextmanager

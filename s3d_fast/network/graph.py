@@ -151,7 +151,6 @@ class Graph:
     unused: tuple[str, ...] = ()
     sizes: dict[str, dict[str, object]] = field(default_factory=dict)  # of the modules that hold used tensors
     is_proved: bool = False  # whether trial splits have shown that every unit leaves the outputs alone
-    hooks: object = None  # the model's `hooks_of`, which `trace` sets
     traced: object = None  # the model's `fingerprint`, which `trace` sets
     model: nn.Module | None = field(default=None, repr=False)
     variants: list[Graph] = field(default_factory=list, repr=False)  # of the same model, for inputs of other sizes
@@ -213,8 +212,6 @@ class Graph:
     def check_same(self, model: nn.Module) -> None:
         """Raise ValueError unless this graph was traced from this very model and is not stale."""
         self.check(model)
-        if self.hooks is not None and self.hooks != hooks_of(model):
-            raise ValueError("graph is stale: the model has other hooks than when it was traced; trace the model again")
         now = stored_tensors(model)
         for name, tensor in stored_tensors(self.module).items():
             if name in now and now[name] is not tensor:

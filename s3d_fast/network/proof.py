@@ -339,9 +339,10 @@ class _Trial:
 
     def _copies(self, unit: Unit) -> Copies:
         count = np.ones(unit.width, np.int64)
-        chosen = self.random.permutation(unit.width)[: max(1, round(SHARE * unit.width))]
-        count[[0, unit.width - 1, *chosen]] = 3
-        # Units grow by different amounts, in case code compares their widths.
+        # The first and the last channel, and some between them.
+        between = 1 + self.random.permutation(max(0, unit.width - 2))
+        count[[0, unit.width - 1, *between[: round(SHARE * unit.width)]]] = 3
+        # Units of equal width grow by different amounts, in case code compares them.
         count[0] += 2 * (list(self.graph.units).index(unit.name) % 3)
         weight = []
         for copies in count.tolist():

@@ -40,23 +40,22 @@ def trace(model: nn.Module, example_input: Any, *, prove: bool = True) -> Graph:
         program = exported(model, *arguments_of(model, example_input))
         analysis = Analysis(model, program)
         graph = proved(model, program, analysis) if prove else analysis.graph()
-    graph.traced, graph.hooks = fingerprint(model), hooks_of(model)
-    graph.model, graph.is_proved = model, prove
+    graph.traced, graph.model, graph.is_proved = fingerprint(model), model, prove
     return graph
 
 
 def graph_for(graph: Graph, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Graph:
     """Return a graph of the same model that can be evaluated with these arguments.
 
-    A graph holds for one size of input. For another batch size the model is exported once more, for any batch size; if
-    its code does not allow that, once for every size.
+    A graph holds for one size of input and the hooks that the model had. For another batch size the model is exported
+    once more, for any batch size; if its code does not allow that, once for every size.
 
     Raises:
         ValueError: the model cannot be exported with these arguments, or has other units then.
     """
     inputs = in_order(graph.module, model, arguments, keywords)
     for known in (graph, *graph.variants):
-        if takes(known.module, inputs):
+        if takes(known.module, inputs) and known.module.meta["hooks"] == hooks_of(model):
             return known
     program = _for_any_batch(model, arguments, keywords)
     if program is None or not takes(program.module, inputs):

@@ -733,7 +733,7 @@ def test_a_derivative_that_the_user_has_defined_is_not_passed_over() -> None:
         try:
             found.append(capture(model, squared_error, [(x, target)], trace(model, x))["up"].dense())
         except ValueError:
-            assert rounded is Rounding.apply
+            assert rounded == Rounding.apply
     assert all(relative_error(one, found[0]) < 1e-12 for one in found)
     assert found[0].abs().max() > 0
 

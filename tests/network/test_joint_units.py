@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from s3d_fast import trace
 from tests.model_cases import BY_NAME, data, net, traced
 from tests.network.tracing_cases import (
     IMAGES,

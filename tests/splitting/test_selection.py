@@ -543,7 +543,7 @@ def test_bad_arguments_are_named(options: dict[str, Any], argument: str) -> None
 
 
 def cut(spectrum: s3d.Spectrum) -> s3d.Spectrum:
-    return replace(spectrum, **{name: getattr(spectrum, name)[:2] for name in vars(spectrum)})
+    return replace(spectrum, **{name: getattr(spectrum, name)[:2] for name in vars(spectrum) if name != "layer"})
 
 
 def narrow(spectrum: s3d.Spectrum) -> s3d.Spectrum:

@@ -43,13 +43,19 @@ def reshaped(call: Call, flow: Flow, value: Value, before: tuple[int, ...], afte
         if len([a for a in held if before[a] > 1 or len(held) == 1]) == 1:
             axis = next((a for a in held if before[a] > 1), axis)
             target = _target(lengths, old.index(axis), targets)
+        place, step = old.index(axis), 1
+        if target is None:
+            # Channels that were flattened together with positions may come apart from them again.
+            step = _run(value.axes[axis])
+            lengths[place : place + 1] = [lengths[place] // step, step]
+            target = _target(lengths, place, targets) if step > 1 else None
         if target is None:
             for one in held:
                 flow.slots.block(value.axes[one], f"{call.words} rearranges its channels")
             continue
 
         def spread(slots: Array) -> Array:
-            shown = slots.reshape([-1 if a == axis else 1 for a in old])  # noqa: B023
+            shown = slots[::step].reshape([-1 if a == place else 1 for a in range(len(lengths))])  # noqa: B023
             full = np.broadcast_to(shown, lengths).reshape(targets)  # noqa: B023
             return full[tuple(slice(None) if i == target else 0 for i in range(len(targets)))]  # noqa: B023
 
@@ -83,6 +89,13 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
                 break
         groups.append((old, new))
     return groups
+
+
+def _run(slots: Array) -> int:
+    """Return the common length of the runs of equal slots; 1 if they differ."""
+    starts = np.flatnonzero(np.concatenate([[True], slots[1:] != slots[:-1]]))
+    lengths = np.diff(np.append(starts, len(slots)))
+    return int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else 1
 
 
 def _target(lengths: Sequence[int], axis: int, targets: Sequence[int]) -> int | None:
