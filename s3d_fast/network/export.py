@@ -162,11 +162,11 @@ def _functions_noted(names: list[str]) -> Iterator[None]:
         return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
 
     # All functions come through this class, also those whose `apply` somebody holds already.
-    _SingleLevelFunction.apply = classmethod(apply)
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        del _SingleLevelFunction.apply
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
