@@ -98,7 +98,7 @@ def named_activation(node: fx.Node) -> Activation | None:
     if node.op != "call_function":
         return None
     name, call = operation(node), Call(node)
-    if name == "s3d_fast.registered":
+    if name == "s3d_network.registered":
         made = node.meta.get("activation")
         return made if isinstance(made, Activation) and made.name != "identity" else None
     if name in NAMED:

@@ -7,12 +7,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import register_flop_formula
 
 leaky = partial(nn.LeakyReLU, 0.2)
 
 
-@torch.library.custom_op("s3d_fast::nearest_points", mutates_args=())
+@torch.library.custom_op("s3d_network::nearest_points", mutates_args=())
 def nearest_points(x: Tensor, metric: Tensor, k: int) -> Tensor:  # (B, P, F), (F,) -> (B, P, k)
     """Return the indices of the k points nearest to every point; one operation, so that graphs show it as such."""
     weighted = x * metric
@@ -24,15 +23,6 @@ def nearest_points(x: Tensor, metric: Tensor, k: int) -> Tensor:  # (B, P, F), (
 @nearest_points.register_fake
 def _(x: Tensor, metric: Tensor, k: int) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1], k), dtype=torch.int64)
-
-
-def _flops(x: tuple[int, ...], *_: object, **__: object) -> int:
-    clouds, points, features = x
-    return 2 * clouds * points * points * features
-
-
-# PyTorch's flop counter does not look into our own operation.
-register_flop_formula(nearest_points._opoverload.overloadpacket)(_flops)
 
 
 class EdgeConv(nn.Module):

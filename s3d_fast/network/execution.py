@@ -43,7 +43,7 @@ class Execution(fx.Interpreter):
 
     def evaluate(self, n: fx.Node) -> Any:
         """Return the value of one node."""
-        if n.op == "call_function" and operation(n) == "s3d_fast.registered":
+        if n.op == "call_function" and operation(n) == "s3d_network.registered":
             arguments, _ = self.fetch_args_kwargs_from_env(n)
             return registered.evaluate(self.model, n, arguments[0])
         return super().run_node(n)

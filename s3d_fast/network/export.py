@@ -80,7 +80,7 @@ def exported(
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
             node.meta["val"] = _attribute(module, str(node.target))
-        elif node.op == "call_function" and operation(node) == "s3d_fast.registered":
+        elif node.op == "call_function" and operation(node) == "s3d_network.registered":
             layer = model.get_submodule(str(Call(node)["name"]))
             custom = custom_layer(layer)
             assert custom is not None

@@ -109,7 +109,7 @@ def registered_chain(module: nn.Module) -> Activation | None:
     return activation(module) if is_activation(module) else None
 
 
-@torch.library.custom_op("s3d_fast::registered", mutates_args=())
+@torch.library.custom_op("s3d_network::registered", mutates_args=())
 def registered(x: Tensor, tensors: list[Tensor], name: str) -> Tensor:
     """Evaluate a registered module; graphs show it as one call."""
     raise RuntimeError(f"the registered module {name!r} is evaluated by the graph's interpreter")
@@ -175,7 +175,7 @@ def evaluate(model: nn.Module, node: fx.Node, x: Tensor) -> Tensor:
     return model.get_submodule(str(Call(node)["name"]))(x)
 
 
-@rule("s3d_fast.registered")
+@rule("s3d_network.registered")
 class Registered(Rule):
     """A registered module: its tensors have one slice for every channel."""
 

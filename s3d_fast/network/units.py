@@ -129,10 +129,9 @@ class _Units:
         copied = np.zeros(self.flow.slots.count, bool)
         for slots in self.flow.copied:
             copied[slots] = True
-        both = np.flatnonzero(copied & (self.role == READ))
-        for slot, channel in zip(both.tolist(), self.of_slot[both].tolist(), strict=True):
-            self.reasons.setdefault(channel, f"slot {slot} of a shared weight is read and written")
-            self.reasons[channel] = "a weight that it uses is shared: one layer reads it, another makes channels of it"
+        reason = "a weight that it uses is shared: one layer reads it, another makes channels of it"
+        for channel in np.unique(self.of_slot[copied & (self.role == READ)]).tolist():
+            self.reasons[channel] = reason
 
     def _marked(self, arrays: list[Array]) -> Array:
         marked = np.zeros(self.count, bool)
@@ -144,11 +143,12 @@ class _Units:
         """Return where in which stored tensor these slots stand; None if they come from several."""
         if len(slots) == 0:
             return None
-        place_ = np.searchsorted(self.starts, slots, side="right") - 1
-        if place_.min() != place_.max() or place_[0] < 0:
+        homes = np.searchsorted(self.starts, slots, side="right") - 1
+        home = int(homes[0])
+        if (homes != home).any() or home < 0:
             return None
-        tensor, axis = self.homes[int(place_[0])]
-        return _Source(tensor, axis, slots - self.starts[int(place_[0])])
+        tensor, axis = self.homes[home]
+        return _Source(tensor, axis, slots - self.starts[home])
 
     def layer_name(self, tensor: str) -> str:
         """Return the name of the layer that a tensor belongs to; a bare parameter is its own layer."""
@@ -178,6 +178,10 @@ class _Units:
         channel_of = np.full(self.count, -1)
         units: list[Unit] = []
         for writer in self.flow.writers:
+            if self.source(writer.slots) is None:
+                reason = "its weight is put together from several tensors"
+                self.reasons |= {c: reason for c in self.of_slot[writer.slots].tolist() if unit_of[c] < 0}
+                continue
             for channels in self._groups(writer, signatures, unit_of):
                 unit_of[channels], channel_of[channels] = len(units), np.arange(len(channels))
                 units.append(self._unit(channels, [unit.name for unit in units]))
@@ -242,7 +246,7 @@ class _Units:
         """Return the channels that a writer makes and no unit has yet, grouped by what holds them."""
         groups: dict[object, list[int]] = {}
         for channel in dict.fromkeys(self.of_slot[writer.slots].tolist()):
-            if unit_of[channel] < 0 and channel in signatures:
+            if unit_of[channel] < 0 and channel in signatures and channel not in self.reasons:
                 groups.setdefault(tuple(signatures[channel]), []).append(channel)
         return [np.array(channels) for channels in groups.values()]
 
@@ -256,7 +260,7 @@ class _Units:
 
     def _unit(self, channels: Array, taken: list[str]) -> Unit:
         """Return the unit of some channels: its filters are those of the first layer whose activation is known."""
-        writers = self._writers(int(channels[0]))
+        writers = [one for one in self._writers(int(channels[0])) if self.source(one.slots) is not None]
         chains: list[Chain | str] = [self._chain(writer) for writer in writers]
         which = next((i for i, chain in enumerate(chains) if isinstance(chain, Chain)), 0)
         writer, chain = writers[which], chains[which]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from s3d_fast import (
     Cost,
@@ -29,6 +29,7 @@ from s3d_fast import (
     trace,
 )
 from s3d_fast.models import EdgeConv
+from s3d_fast.network.edgeconv import nearest_points
 from tests.cases import relative_error
 from tests.model_cases import BY_NAME, MODELS, ModelCase, data, net, outputs, random_plan, squared_error, traced
 
@@ -328,6 +329,13 @@ def test_the_last_unit_of_mobilenet_leaves_out_nothing(m: int) -> None:
     assert graph.units["blocks.12.3"].left_out == ()
     plan = optimal_plan(model, graph, batch, m, units=("blocks.12.3",))
     assert remainder_slope(model, plan, batch, 1e-3, 1e-2) >= 2.8
+
+
+@register_flop_formula(nearest_points._opoverload.overloadpacket)
+def _flops_of_distances(x: tuple[int, ...], *_: object, **__: object) -> int:
+    """Return the flops of our own operation, which PyTorch's counter does not look into."""
+    clouds, points, features = x
+    return 2 * clouds * points * points * features
 
 
 def recount(model: nn.Module, x: Tensor) -> Cost:

@@ -7,7 +7,7 @@ from s3d_fast.network.flow import Flow, Product, Value
 from s3d_fast.network.rules.rule import Rule, rule
 
 
-@rule("s3d_fast.nearest_points")
+@rule("s3d_network.nearest_points")
 class NearestPoints(Rule):
     """Distances in a weighted metric: copies of a channel share its weight, so that distances stay as they were."""
 
