@@ -40,7 +40,7 @@ def number(size: Any) -> int:
         UnknownSize: the size depends on values that are known only when the model runs.
     """
     if isinstance(size, torch.SymInt):
-        hint = size.node.hint
+        hint = size.node.hint if not size.node.expr.free_symbols or size.node.has_hint() else None
         if hint is None:
             raise UnknownSize("its size depends on the values of a tensor")
         return int(hint)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from s3d_fast.maths.activations import Activation, Kink, activation
-from s3d_fast.network.calls import Call, is_tensor, operation, place
+from s3d_fast.network.calls import Call, UnknownSize, is_tensor, operation, place, shape
 from s3d_fast.network.rules import rule_of
 
 # Operations whose activation is known by name, with the arguments that are its options.
@@ -148,7 +148,10 @@ def _is_number(node: fx.Node) -> bool:
 
 def _activation_of(start: fx.Node, region: Sequence[fx.Node]) -> Activation | None:
     """Return the function that a region computes; None if it is linear or does not keep its input's shape."""
-    if any(one.meta["val"].shape != start.meta["val"].shape for one in region):
+    try:
+        if any(shape(one) != shape(start) for one in region):
+            return None
+    except UnknownSize:
         return None
 
     def function(z: Tensor) -> Tensor:

@@ -14,13 +14,19 @@ class AllOrNothing:
     """A `with` block for changes to modules and an optimizer; an error undoes all of them.
 
     After an error, the modules hold the same parameters, buffers and attributes as before, and the optimizer the same
-    parameter groups and state: the same objects, not copies. Tensors written with `write` hold their old values.
+    parameter groups and state: the same objects, not copies. Lists and dicts hold what they held, tensors written with
+    `write` their old values.
     """
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None = None) -> None:
         tables: list[dict[Any, Any]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
         for module in modules:
             tables += [module.__dict__, module._parameters, module._buffers]
+            # Code may keep results in lists and dicts of its own.
+            held = list(vars(module).values())
+            tables += [value for value in held if isinstance(value, dict)]
+            self._lists += [(value, list(value)) for value in held if isinstance(value, list)]
         if optimizer is not None:
             tables += [optimizer.state, *optimizer.param_groups]
         self._before = [(table, dict(table)) for table in tables]
@@ -54,6 +60,8 @@ class AllOrNothing:
         for table, entries in self._before:
             table.clear()
             table.update(entries)
+        for values, entries in self._lists:
+            values[:] = entries
 
 
 def set_size(module: nn.Module, name: str, size: int) -> None:
