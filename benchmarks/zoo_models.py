@@ -18,7 +18,7 @@ def _image(size: int = 64, channels: int = 3) -> torch.Tensor:
 def _timm() -> dict[str, Build]:
     import timm
 
-    sizes = {"vit": 64, "deit": 64, "inception_v3": 128, "nasnetalarge": 128, "xception41": 96}
+    sizes = {"vit": 64, "deit": 64, "inception": 128, "nasnetalarge": 128, "xception41": 96}
     names = """resnet18 resnet26d resnet50 resnext26ts seresnet18 resnetv2_50 ecaresnet26t gernet_s
     regnetx_002 regnety_002 regnetz_005 mobilenetv2_050 mobilenetv3_small_050
     mobilenetv4_conv_small efficientnet_b0 efficientnetv2_rw_t tf_efficientnet_lite0 mnasnet_050
