@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
 from torch import Tensor, fx
 
-from s3d_fast.network.calls import Call, UnknownSize, is_tensor, shape
+from s3d_fast.network.calls import Call, UnknownSize, shape
 from s3d_fast.network.slots import Array, Slots
 
 
@@ -93,7 +91,6 @@ class Flow:
         self.writers: list[Writer] = []
         self.curved: list[tuple[fx.Node, Array]] = []
         self.products: list[Product] = []
-        self.batch = 1
         for node, (name, tensor) in tensors.items():
             if name not in self.stored:
                 self.stored[name] = {axis: self.slots.fresh(size) for axis, size in enumerate(tensor.shape)}
@@ -293,18 +290,3 @@ class Flow:
             return follow(call, self)
         except UnknownSize as error:
             return self.block_inputs(call, f"{call.words}: {error}")
-
-
-def int_array(tensor: Tensor) -> Array:
-    """Return a tensor of numbers as an array."""
-    return tensor.detach().to("cpu", torch.int64).numpy()
-
-
-def concatenated(arrays: Sequence[Array]) -> Array:
-    """Return arrays joined end to end."""
-    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-
-
-def tensor_nodes(items: Sequence[object]) -> list[fx.Node]:
-    """Return the tensors among some arguments."""
-    return [item for item in items if isinstance(item, fx.Node) and is_tensor(item)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor, fx, nn
@@ -229,6 +230,20 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+
+
+Holder = tuple[dict[str, Any], str, nn.Module]
+
+
+def holders_of(model: nn.Module) -> dict[int, list[Holder]]:
+    """Return every place that holds a stored tensor, by the tensor's id: a table of a module, the key, the module."""
+    found: dict[int, list[Holder]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), []).append((table, key, module))
+    return found
 
 
 def fingerprint(model: nn.Module) -> object:

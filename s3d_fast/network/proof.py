@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from s3d_fast.backends.operations import grow_weights
 from s3d_fast.network.execution import Execution
 from s3d_fast.network.export import Exported, slow_attention, takes
-from s3d_fast.network.graph import SHARED, Graph, Unit, stored_tensors
+from s3d_fast.network.graph import SHARED, Graph, Unit, holders_of, stored_tensors
 from s3d_fast.network.growing import Copies, Growth, Shift, regrown, widening
 from s3d_fast.network.sizes import fitting_sizes
 from s3d_fast.network.undisturbed import set_training
@@ -92,12 +92,7 @@ class _Trial:
         self.generator = torch.Generator().manual_seed(0)
         self.random = np.random.default_rng(0)
         self.names = {name: tensor for name, tensor in stored_tensors(model).items()}
-        self.holders: dict[int, list[tuple[dict[str, Any], str, nn.Module]]] = {}
-        for module in model.modules():
-            for table in (module._parameters, module._buffers):
-                for key, tensor in table.items():
-                    if tensor is not None:
-                        self.holders.setdefault(id(tensor), []).append((table, key, module))
+        self.holders = holders_of(model)
         self.originals = {id(tensor): tensor for tensor in self.names.values()}
         self.values: dict[int, Tensor] = dict(self.originals)
         self.dtype: torch.dtype | None = None

@@ -60,8 +60,8 @@ class AllOrNothing:
         for table, entries in self._before:
             table.clear()
             table.update(entries)
-        for values, entries in self._lists:
-            values[:] = entries
+        for changed, items in self._lists:
+            changed[:] = items
 
 
 def set_size(module: nn.Module, name: str, size: int) -> None:

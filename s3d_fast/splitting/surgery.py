@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from s3d_fast.backends.operations import grow_weights
 from s3d_fast.base import dtypes, require
 from s3d_fast.maths.reference import Widening
-from s3d_fast.network.graph import Graph, Unit, stored_tensors
+from s3d_fast.network.graph import Graph, Holder, Unit, holders_of, stored_tensors
 from s3d_fast.network.growing import AxisGrowth, Copies, Growth, Shift, regrown, state_widening, widening
 from s3d_fast.network.proof import output_change, output_tolerance, outputs_of
 from s3d_fast.network.sizes import fitting_sizes
@@ -193,7 +193,7 @@ class _Change:
     """A change of one parameter or buffer: how its value grows, and how its entries of optimizer state grow."""
 
     old: Tensor
-    holders: list[tuple[dict[str, Any], str, nn.Module]]  # every table that holds the tensor
+    holders: list[Holder]  # every table that holds the tensor
     axes: Mapping[int, AxisGrowth]
     row_axis: int | None
     widening: Widening
@@ -221,13 +221,7 @@ class _Change:
 
 def _changes(model: nn.Module, graph: Graph, by_unit: Mapping[str, _UnitSplits], eps: float) -> list[_Change]:
     """Return how all tensors change."""
-    stored = stored_tensors(model)
-    holders: dict[int, list[tuple[dict[str, Any], str, nn.Module]]] = {}
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    holders.setdefault(id(tensor), []).append((table, key, module))
+    stored, holders = stored_tensors(model), holders_of(model)
     copies = {name: splits.copies(graph.units[name].width) for name, splits in by_unit.items()}
     changes = []
     for name, axes in Growth(graph, copies).tensors().items():

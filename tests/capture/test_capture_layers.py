@@ -79,27 +79,10 @@ def test_batchnorms_may_use_the_statistics_of_the_batch(case: Any) -> None:
     S = s3d.capture_layers(model, {"stem": "silu"}, F.cross_entropy, [(x, y)], batchnorm="train")["stem"].dense()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not model.training
-    # The same with running statistics that are those of the batch.
-    a = model.stem(x).detach()
-    other = Network().double()
-    other.load_state_dict(model.state_dict())
-    other.eval()
-    for norm, values in ((other.norm, a), (other.dense_norm, _dense_input(other, x))):
-        axes = [axis for axis in range(values.dim()) if axis != 1]
-        norm.running_mean.copy_(values.mean(axes))
-        norm.running_var.copy_(values.var(axes, unbiased=False))
-    other.dense_norm.running_mean.copy_((d := _dense_input(other, x)).mean(0))
-    other.dense_norm.running_var.copy_(d.var(0, unbiased=False))
-    same = s3d.capture_layers(other, {"stem": "silu"}, F.cross_entropy, [(x, y)])["stem"].dense()
-    # The gradient through batch statistics differs; the rows, the scale and the curvature do not.
-    assert S.shape == same.shape
+    # With running statistics the scale is another, and so is the matrix.
+    running = s3d.capture_layers(model, {"stem": "silu"}, F.cross_entropy, [(x, y)])["stem"].dense()
     assert bool(S.abs().max() > 0)
-
-
-def _dense_input(model: Network, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        h = model.norm(model.stem(x))
-        return model.dense(F.gelu(model.wide(F.relu(model.point(h * torch.sigmoid(h))))).mean((2, 3)))
+    assert not torch.allclose(S, running, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
