@@ -15,6 +15,7 @@ from tqdm import tqdm
 from s3d_fast.base import byte_counts, require
 from s3d_fast.base.batches import length_of
 from s3d_fast.capture.budget import CapturePlan, UnitNeed, decide, fits_as_it_comes, half_error, scratch_folder
+from s3d_fast.capture.chain import Curvature
 from s3d_fast.capture.one_batch import BatchCapture, Capturer
 from s3d_fast.network.graph import Graph, Unit, stored_tensors
 from s3d_fast.network.undisturbed import undisturbed
@@ -69,6 +70,9 @@ def capture(
     *,
     units: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
+    curvature: str = "exact",
+    eps: float = 0.01,
+    relative: bool = False,
     sharpness: float | None = None,
     memory_budget: int | str | None = None,
     scratch: str | os.PathLike[str] | bool = True,
@@ -90,7 +94,13 @@ def capture(
         units: names of the units to capture; all by default.
         dtype: the dtype in which rows and coefficients are kept: float32, float64 or bfloat16. By default they are kept
             as they come.
-        sharpness: the sharpness of the softplus that stands in for kinks of activations; 3 by default.
+        curvature: "exact" counts every activation and maximum between a unit's filters and the layers that read its
+            channels, with kinks at the scale of the step. "paper" counts the first activation alone, and a softplus of
+            sharpness 3 stands in for kinks.
+        eps: the step that `apply_splits` will make. Kinks, as of a ReLU, and ties of maxima have curvature only at the
+            scale of a step; smooth activations do not depend on it.
+        relative: whether eps is relative to the length of the filter.
+        sharpness: the sharpness of the softplus that stands in for kinks, in place of the scale of the step.
         memory_budget: the bytes that the operators may hold in memory, as a number or as a string such as "4GiB". Small
             matrices are formed. The other units keep their rows and coefficients as they come, in bfloat16, in a
             scratch file, or not at all: the first of these that fits. `Captured.report()` shows the choice. With a
@@ -116,7 +126,7 @@ def capture(
             f"the model uses {', '.join(graph.module.meta['functions'])}, whose backward pass torch.export loses; use "
             "capture_layers"
         )
-    capturer = BatchCapture(model, loss_fn, graph, sharpness)
+    capturer = BatchCapture(model, loss_fn, graph, Curvature(curvature, eps, relative, sharpness))
     captured = capture_with(capturer, chosen, batches, dtype, memory_budget, scratch, progress)
     stored = stored_tensors(model)
     captured.layers = {unit.name: _layer_shape(stored[unit.weight], unit) for unit in chosen}
@@ -198,7 +208,7 @@ def plan_capture(
     pair = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     if graph.model is None:
         raise ValueError("graph must come from `trace`")
-    capturer = BatchCapture(graph.model, lambda output, target: output.float().square().mean(), graph, None)
+    capturer = BatchCapture(graph.model, lambda output, target: output.float().square().mean(), graph, Curvature())
     first = _measured(capturer, pair, _choose(graph, units), n_batches, budget)
     return decide(first.needs, n_batches, budget, first.seconds, scratch)
 

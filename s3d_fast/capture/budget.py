@@ -63,7 +63,7 @@ class UnitNeed:
         # Reading the result waits for a GPU.
         float(operator.matvec(V).sum())
         seconds = time.perf_counter() - began
-        evaluations = operator.C.numel() // operator.shape[0]  # type: ignore[attr-defined]
+        evaluations = operator.evaluations
         return cls(
             name=name,
             filters=operator.shape[0],

@@ -18,7 +18,7 @@ from s3d_fast.base import require
 from s3d_fast.base.losses import checked_loss
 from s3d_fast.capture.all_batches import Captured, capture_with
 from s3d_fast.capture.folding import module_scale
-from s3d_fast.capture.one_batch import conv_operator
+from s3d_fast.capture.forms import conv_operator
 from s3d_fast.maths.activations import Activation, activation
 from s3d_fast.network.wrapping import unwrap
 from s3d_fast.operators import PointwiseOperator, SplittingOperator

@@ -1,16 +1,15 @@
-"""The activation that follows a filter: found in the graph, recognised if its formula is known."""
+"""Activations in a graph: one call, or several that compute one function; recognised if the formula is known."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from s3d_fast.maths.activations import Activation, Kink, activation
-from s3d_fast.network.calls import Call, UnknownSize, is_tensor, operation, place, shape
+from s3d_fast.network.calls import Call, UnknownSize, is_tensor, operation, shape
 from s3d_fast.network.rules import rule_of
 
 # Operations whose activation is known by name, with the arguments that are its options.
@@ -34,63 +33,17 @@ LARGEST_STEP = 0.1
 BATCH_NORMS = frozenset({"aten.batch_norm", "aten._native_batch_norm_legit_no_training"})
 
 
-@dataclass(frozen=True)
-class Chain:
-    """From a filter to its activation.
-
-    Attributes:
-        activation: the function of one entry.
-        norm: the BatchNorm on the way, if there is one.
-        before, after: the activation's input and output.
-        is_direct: whether at most a BatchNorm stands between the filter and its activation.
-        slope: the tensor with the slopes of a PReLU, if it is one.
-    """
-
-    activation: Activation
-    norm: fx.Node | None
-    before: fx.Node
-    after: fx.Node
-    is_direct: bool
-    slope: fx.Node | None = None
-
-
-def find_chain(node: fx.Node) -> Chain | str:
-    """Return the chain of a filter from the node that makes its channels; or why there is none."""
-    norm: fx.Node | None = None
-    is_direct = True
-    while True:
-        users = [user for user in node.users if user.op == "output" or is_tensor(user) or _is_tuple(user)]
-        if not users:
-            return "nothing uses it"
-        (user, *others) = users
-        if not others and user.op == "call_function":
-            name = operation(user)
-            has_statistics = name in BATCH_NORMS and Call(user)["running_var"] is not None
-            if has_statistics and norm is None and user.args[0] is node:
-                norm = user
-                node = user if name == "aten.batch_norm" else next(iter(user.users))
-                continue
-            found = named_activation(user)
-            if found is not None:
-                return Chain(found, norm, node, user, is_direct)
-            if name == "aten.prelu" and user.args[0] is node and isinstance(user.args[1], fx.Node):
-                return Chain(activation("relu"), norm, node, user, is_direct, user.args[1])
-            if rule_of(name).selects and is_tensor(user) and user.all_input_nodes[0] is node:
-                node, is_direct = user, is_direct and _keeps_layout(name)
-                continue
-        for region in _regions(node):
-            made = _activation_of(node, region)
-            if made is not None:
-                return Chain(made, norm, node, region[-1], is_direct)
-        return f"no activation follows it: '{place(others[0] if others else user)}' comes first"
+def find_region(start: fx.Node) -> tuple[list[fx.Node], Activation] | None:
+    """Return the elementwise calls after a node that compute an activation of its result, and the activation."""
+    for region in _regions(start):
+        made = _activation_of(start, region)
+        if made is not None:
+            return region, made
+    return None
 
 
 def _is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
-
-
-def _keeps_layout(name: str) -> bool:
-    return name in ("aten.dropout", "aten.clone", "aten.alias", "aten.contiguous", "aten.feature_dropout")
 
 
 def named_activation(node: fx.Node) -> Activation | None:
@@ -125,7 +78,7 @@ def _regions(start: fx.Node) -> Iterator[list[fx.Node]]:
             return
         touches = [argument for argument in node.all_input_nodes if argument in inside]
         if touches:
-            alone = all(argument in inside or _is_number(argument) for argument in node.all_input_nodes)
+            alone = all(argument in inside or is_number(argument) for argument in node.all_input_nodes)
             is_ours = node.op == "call_function" and is_tensor(node) and rule_of(operation(node)).is_elementwise
             if not (alone and is_ours):
                 return
@@ -141,7 +94,8 @@ def _regions(start: fx.Node) -> Iterator[list[fx.Node]]:
 _PLAIN = frozenset({"aten.dropout", "aten.clone", "aten.alias", "aten.contiguous", "aten.detach", "aten.to"})
 
 
-def _is_number(node: fx.Node) -> bool:
+def is_number(node: fx.Node) -> bool:
+    """Return whether a node is a stored constant with one entry."""
     value = node.meta.get("val")
     return node.op == "get_attr" and isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
 

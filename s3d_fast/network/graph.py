@@ -11,6 +11,8 @@ from torch import Tensor, fx, nn
 
 from s3d_fast.base.tables import text_table
 from s3d_fast.maths.activations import Activation
+from s3d_fast.network.calls import operation
+from s3d_fast.network.links import Link
 from s3d_fast.network.sizes import SIZE_ATTRIBUTES
 from s3d_fast.network.slots import Array
 
@@ -67,48 +69,102 @@ class SizedProduct:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Channels that can be split: each is made by a filter, perhaps by several that are split together.
+class FilterCall:
+    """A call that makes channels: its node, what it reads, its weight, how that is viewed, and its bias."""
+
+    node: fx.Node
+    source: fx.Node
+    weight: fx.Node
+    views: tuple[fx.Node, ...]
+    bias: fx.Node | None
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Rows of one weight that make a unit's channels, one per channel; they move when channels are split.
 
     Attributes:
-        name: the name of the layer whose filters move.
+        weight: the name of the tensor.
+        row_axis: the axis of its filters.
+        rows: the place of each channel's filter along this axis.
+        bias: the name of the tensor with the filters' biases, if they have any.
+        fan_in: the number of parameters of a filter, including its bias.
+        calls: the calls that use the weight.
+    """
+
+    weight: str
+    row_axis: int
+    rows: Array
+    bias: str | None
+    fan_in: int
+    calls: tuple[FilterCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Channels that can be split: each is made by a filter, or by several that are split together.
+
+    Attributes:
+        name: the name of the first layer whose filters move.
         kind: "conv", "linear" or "edgeconv".
         width: the number of its channels when the model was traced.
-        fan_in: D, the number of parameters of a filter, including its bias.
-        weight: the name of the filters' tensor.
-        rows: the place of each filter along axis `row_axis` of that tensor.
-        bias: the name of the tensor with the filters' biases, if they have any.
-        norm: the name of the BatchNorm between the filters and the activation, if there is one.
-        activation: the activation of the filters' outputs; None if capture cannot find one.
+        filters: the rows that move, by weight; theta of a channel is all of them one after the other.
+        links: its chain, the calls between the filters and the layers that read its channels.
+        norm: the name of the BatchNorm behind the first filters, if there is one.
+        activation: the first activation of its chain; None if there is none of a single entry.
         followers: names of the layers that treat its channels one by one, including `norm`; also of layers whose
             filters are split along.
         consumers: names of the layers that read its channels.
-        left_out: names of later nonlinear operations; the splitting matrix leaves out their curvature.
         uncaptured: why `capture` cannot compute its splitting matrices; empty if it can.
     """
 
     name: str
     kind: str
     width: int
-    fan_in: int
-    weight: str
-    row_axis: int
-    rows: Array
-    bias: str | None = None
+    filters: tuple[Filters, ...]
+    links: tuple[Link, ...] = field(default=(), repr=False)
     norm: str | None = None
     activation: Activation | None = None
-    producer_node: str = ""
-    source_node: str = ""
-    norm_node: str | None = None
-    before_node: str = ""
-    activation_node: str = ""
-    activation_axis: int = 1  # the axis of the channels in the activation's input
-    slope: str | None = None  # the tensor with the slopes of a PReLU
-    is_direct: bool = True
     followers: tuple[str, ...] = ()
     consumers: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
     uncaptured: str = ""
+
+    @property
+    def fan_in(self) -> int:
+        """D, the number of parameters that make a channel, including biases."""
+        return sum(one.fan_in for one in self.filters)
+
+    @property
+    def weight(self) -> str:
+        """The name of the first filters' weight."""
+        return self.filters[0].weight
+
+    @property
+    def bias(self) -> str | None:
+        """The name of the first filters' bias."""
+        return self.filters[0].bias
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of the first filters in their weight."""
+        return self.filters[0].row_axis
+
+    @property
+    def rows(self) -> Array:
+        """The places of the first filters in their weight."""
+        return self.filters[0].rows
+
+    def activations(self) -> list[str]:
+        """Return the names of the functions that give its chain curvature, in order."""
+        if not self.links:
+            return [] if self.activation is None else [self.activation.name]
+        names = []
+        for link in self.links:
+            if link.kind == "curve" and link.activation is not None:
+                names.append("prelu" if link.slope is not None else link.activation.name)
+            elif link.is_curved:
+                names.append(operation(link.node).removeprefix("aten."))
+        return names
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -181,12 +237,10 @@ class Graph:
         for layer in self.layers.values():
             unit = self.units.get(layer.name)
             if unit is not None:
-                act = unit.activation.name if unit.activation is not None else "no curvature"
-                because = f"{act}, consumed by {', '.join(unit.consumers)}"
+                acts = ", ".join(dict.fromkeys(unit.activations())) or "no curvature"
+                because = f"{acts}, consumed by {', '.join(unit.consumers)}"
                 if unit.uncaptured:
                     because += f"; capture leaves it out: {unit.uncaptured}"
-                elif unit.left_out:
-                    because += f"; leaves out the curvature of {', '.join(unit.left_out)}"
             elif layer.reason is not None:
                 because = layer.reason
             else:

@@ -309,7 +309,7 @@ class _Trial:
         for number, unit in enumerate(self.graph):
             # Where copies share a number, as in the metric of EdgeConv, they must be equal to leave the output alone.
             if unit in units and not self._is_shared(number):
-                shifts[unit.weight] = unit
+                shifts |= {one.weight: one for one in unit.filters}
         touched: dict[nn.Module, None] = {}
         for name, axes in growth.tensors().items():
             key = id(self.names[name])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor, fx, nn
 
-from s3d_fast.network.calls import Call, operation, place, shape
-from s3d_fast.network.chains import Chain, find_chain
+from s3d_fast.network.calls import Call, is_tensor, operation, place, shape
 from s3d_fast.network.edgeconv import EdgeConv
 from s3d_fast.network.export import Exported
 from s3d_fast.network.flow import Flow, Value, Writer
@@ -19,6 +19,8 @@ from s3d_fast.network.graph import (
     SHARED,
     AxisLayout,
     AxisSize,
+    FilterCall,
+    Filters,
     Graph,
     Layer,
     SizedProduct,
@@ -26,7 +28,8 @@ from s3d_fast.network.graph import (
     sizes_of,
     stored_tensors,
 )
-from s3d_fast.network.registered import custom_layer, registered_chain
+from s3d_fast.network.links import SUMS, ChainError, Holds, Link, LinkFinder
+from s3d_fast.network.registered import custom_layer
 from s3d_fast.network.rules import rule_of
 from s3d_fast.network.slots import Array
 
@@ -68,6 +71,7 @@ class Analysis:
                     value = self.flow.values.get(argument)
                     for one in value if isinstance(value, tuple) else (value or Value(),):
                         self.flow.block(one, "it is the model's output")
+        self.finder = LinkFinder(self.module.graph.nodes, [node for node, _ in self.flow.curved])
 
     def graph(self, refused: Mapping[str, str] | None = None) -> Graph:
         """Return the graph; units of the last graph that are refused are left out, with the reasons given."""
@@ -184,7 +188,7 @@ class _Units:
                 continue
             for channels in self._groups(writer, signatures, unit_of):
                 unit_of[channels], channel_of[channels] = len(units), np.arange(len(channels))
-                units.append(self._unit(channels, [unit.name for unit in units]))
+                units.append(self._unit(channels, [unit.name for unit in units], unit_of))
                 self.analysis.channels[units[-1].name] = channels
         units = self._described(units, unit_of)
         tensors = self._tensors(unit_of, channel_of)
@@ -258,66 +262,173 @@ class _Units:
                     self.makers.setdefault(made, []).append(writer)
         return self.makers[channel]
 
-    def _unit(self, channels: Array, taken: list[str]) -> Unit:
-        """Return the unit of some channels: its filters are those of the first layer whose activation is known."""
+    def _unit(self, channels: Array, taken: list[str], unit_of: Array) -> Unit:
+        """Return the unit of some channels, with the filters that move and its chain."""
         writers = [one for one in self._writers(int(channels[0])) if self.source(one.slots) is not None]
-        chains: list[Chain | str] = [self._chain(writer) for writer in writers]
-        which = next((i for i, chain in enumerate(chains) if isinstance(chain, Chain)), 0)
-        writer, chain = writers[which], chains[which]
-        made = self.of_slot[writer.slots]
-        # The first row of each channel: a weight may make a channel twice.
-        order = {channel: row for row, channel in reversed(list(enumerate(made.tolist())))}
-        rows = np.array([order[channel] for channel in channels.tolist()])
-        source = self.source(writer.slots[rows])
-        assert source is not None
-        tensor = self.analysis.stored[source.tensor]
-        bias = self._bias(writer, rows, source)
-        name = self.layer_name(source.tensor)
+        number = int(unit_of[channels[0]])
+
+        def holds(node: fx.Node) -> tuple[int, Array] | None:
+            return self._held(node, number, unit_of, channels)
+
+        movable = [one for one in writers if self._views(one) is not None]
+        gates = self._gates(movable, holds)
+        moving = [one for one in movable if one not in gates]
+        links: list[Link] = []
+        if moving:
+            filters = self._filters(moving, channels)
+            links, why_not = self._links(filters, writers, holds)
+        else:
+            filters, why_not = self._filters(writers[:1], channels), "its weight is computed, not stored"
+        name = self.layer_name(filters[0].weight)
         if name in taken:
-            name = f"{name}[{int(rows.min())}:{int(rows.max()) + 1}]"
-        unit = Unit(
+            name = f"{name}[{int(filters[0].rows.min())}:{int(filters[0].rows.max()) + 1}]"
+        norm = next((link for link in links if link.kind == "scale" and link.sources == (0,)), None)
+        acts = [link.activation for link in links if link.activation is not None]
+        return Unit(
             name=name,
-            kind=self._kind(writer, source.tensor),
+            kind=self._kind((moving or writers)[0], filters[0].weight),
             width=len(channels),
-            fan_in=tensor.numel() // tensor.shape[source.axis] + (bias is not None),
-            weight=source.tensor,
-            row_axis=source.axis,
-            rows=source.positions,
-            bias=bias,
-            producer_node=writer.node.name,
-            source_node=writer.source.name,
-        )
-        if isinstance(chain, str):
-            return replace(unit, uncaptured=chain)
-        axis = self._axis_of(chain.before, channels)
-        why_not = "" if axis is not None else "its channels cannot be found in its activation's input"
-        if writer.weight not in self.analysis.names and unit.kind != "edgeconv":
-            plain = operation(writer.weight) in ("aten.t", "aten.transpose", "aten.permute")
-            why_not = why_not or ("" if plain else "its weight is computed, not stored")
-        if not why_not and unit.kind == "conv" and operation(writer.node) not in _CAPTURED_CONVOLUTIONS:
-            why_not = f"{operation(writer.node).removeprefix('aten.')} has no splitting operator yet"
-        if not why_not and len(channels) != len(writer.slots):
-            why_not = "only some of its layer's filters belong to it"
-        return replace(
-            unit,
-            activation=chain.activation,
-            norm=None if chain.norm is None else self.layer_name(self._tensor_name(chain.norm, "running_var")),
-            norm_node=None if chain.norm is None else chain.norm.name,
-            before_node=chain.before.name,
-            activation_node=chain.after.name,
-            activation_axis=1 if axis is None else axis,
-            slope=None if chain.slope is None else self.analysis.names.get(chain.slope),
-            is_direct=chain.is_direct,
+            filters=tuple(filters),
+            links=tuple(links),
+            norm=None if norm is None else self.layer_name(self._tensor_name(norm.node, "running_var")),
+            activation=acts[0] if acts else None,
             uncaptured=why_not,
         )
 
-    def _chain(self, writer: Writer) -> Chain | str:
-        source = self.source(writer.slots)
-        owner = "" if source is None else self.layer_name(source.tensor)
-        layer = self._submodule(owner)
-        if isinstance(layer, EdgeConv):
-            return _edgeconv_chain(writer, owner, layer)
-        return find_chain(writer.node)
+    def _links(self, filters: Sequence[Filters], writers: Sequence[Writer], holds: Holds) -> tuple[list[Link], str]:
+        """Return the links of a chain; or why its curvature cannot be computed."""
+        calls = [call.node for one in filters for call in one.calls]
+        if len(set(calls)) < len(calls):
+            # One call makes a channel twice, as before a division into halves: its result is one tensor.
+            calls = list(dict.fromkeys(calls))
+        try:
+            links = self.analysis.finder.find(calls, [one.node for one in writers if one.node not in calls], holds)
+        except ChainError as error:
+            return [], str(error)
+        return links, "" if links else "no activation follows it"
+
+    def _held(self, node: fx.Node, number: int, unit_of: Array, channels: Array) -> tuple[int, Array] | None:
+        """Return the axis of a node's result that holds channels of a unit, and which along it."""
+        values = self.flow.values.get(node)
+        for value in values if isinstance(values, tuple) else (values,):
+            if not isinstance(value, Value) or value.is_stored:
+                continue
+            for axis, slots in value.axes.items():
+                of = self.of_slot[slots]
+                mine = unit_of[of] == number
+                if mine.any():
+                    order = np.argsort(channels)
+                    places = order[np.searchsorted(channels[order], np.where(mine, of, channels[0]))]
+                    return axis, np.where(mine, places, -1)
+        return None
+
+    def _views(self, writer: Writer) -> tuple[fx.Node, ...] | None:
+        """Return the calls that make a writer's weight from a stored tensor; None if they are not linear in it."""
+        found: set[fx.Node] = set()
+        roots: set[str] = set()
+        stack = [writer.weight]
+        while stack:
+            node = stack.pop()
+            if node in self.analysis.names:
+                roots.add(self.analysis.names[node])
+                continue
+            name = operation(node)
+            linear = name.endswith("getitem") or rule_of(name).selects or name in SUMS
+            tensors = [one for one in node.all_input_nodes if is_tensor(one) or _is_several(one)]
+            if node.op != "call_function" or not linear or (name in SUMS and len(tensors) != len(Call(node).tensors)):
+                return None
+            if name in ("aten.add", "aten.sub") and len(tensors) != 2:
+                return None
+            if node not in found:
+                found.add(node)
+                stack += tensors
+        order = self.analysis.finder.order
+        return tuple(sorted(found, key=order.__getitem__)) if len(roots) == 1 else None
+
+    def _filters(self, writers: Sequence[Writer], channels: Array) -> list[Filters]:
+        """Return the filters that some calls use, those of one weight together."""
+        found: dict[object, Filters] = {}
+        for writer in writers:
+            made = self.of_slot[writer.slots]
+            places: dict[int, list[int]] = {}
+            for row, channel in enumerate(made.tolist()):
+                places.setdefault(channel, []).append(row)
+            for turn in range(max(len(places[channel]) for channel in channels.tolist())):
+                # A channel that has fewer rows than others repeats its last one; `_equal` refuses that.
+                rows = np.array([places[c][min(turn, len(places[c]) - 1)] for c in channels.tolist()])
+                source = self.source(writer.slots[rows])
+                assert source is not None
+                views = self._views(writer) or ()
+                call = FilterCall(writer.node, writer.source, writer.weight, views, writer.bias)
+                key = (source.tensor, source.axis, source.positions.tobytes())
+                if key in found:
+                    found[key] = replace(found[key], calls=(*found[key].calls, call))
+                    continue
+                tensor = self.analysis.stored[source.tensor]
+                bias = self._bias(writer, rows, source)
+                width = tensor.numel() // tensor.shape[source.axis] + (bias is not None)
+                found[key] = Filters(source.tensor, source.axis, source.positions, bias, width, (call,))
+        return self._own_biases(list(found.values()))
+
+    def _own_biases(self, filters: list[Filters]) -> list[Filters]:
+        """Leave out biases that several weights share, or that not every call of a weight adds: they do not move."""
+        owners: dict[object, set[object]] = {}
+        for one in filters:
+            if one.bias is not None:
+                owners.setdefault(one.bias, set()).add(one.weight)
+        result = []
+        for one in filters:
+            names = {None if call.bias is None else self.analysis.names.get(call.bias) for call in one.calls}
+            alone = one.bias is not None and len(owners[one.bias]) == 1 and names == {one.bias}
+            if one.bias is not None and not alone:
+                one = replace(one, bias=None, fan_in=one.fan_in - 1)
+            result.append(one)
+        return result
+
+    def _gates(self, writers: Sequence[Writer], holds: Holds) -> list[Writer]:
+        """Return the writers that multiply the channels they are computed from: such gates are held fixed."""
+        if len(writers) < 2:
+            return []
+        origins: dict[fx.Node, frozenset[int]] = {}
+        for number, writer in enumerate(writers):
+            origins[writer.node] = origins.get(writer.node, frozenset()) | {number}
+        order = self.analysis.finder.order
+        queue = [(order[user], user) for node in origins for user in node.users]
+        heapq.heapify(queue)
+        gates: set[int] = set()
+        made_by = {writer.node for writer in writers}
+        seen: set[fx.Node] = set()
+        while queue:
+            _, node = heapq.heappop(queue)
+            if node in seen or node in made_by or node.op != "call_function":
+                continue
+            seen.add(node)
+            if holds(node) is None:
+                continue
+            given = [origins[one] for one in node.all_input_nodes if one in origins]
+            if not given:
+                continue
+            origins[node] = frozenset().union(*given)
+            for user in node.users:
+                heapq.heappush(queue, (order[user], user))
+            if len(set(given)) > 1 and node in self.analysis.finder.curved:
+                for one in given:
+                    others = frozenset().union(*(other for other in given if other is not one)) - one
+                    nodes = {writers[other].node for other in others}
+                    gates |= {w for w in one - others if self._depends(writers[w].source, nodes)}
+        return [writers[number] for number in gates] if len(gates) < len(writers) else []
+
+    @staticmethod
+    def _depends(node: fx.Node, on: set[fx.Node]) -> bool:
+        seen, stack = {node}, [node]
+        while stack:
+            one = stack.pop()
+            if one in on:
+                return True
+            new = [other for other in one.all_input_nodes if other not in seen]
+            seen.update(new)
+            stack += new
+        return False
 
     def _submodule(self, name: str) -> nn.Module | None:
         try:
@@ -341,18 +452,10 @@ class _Units:
         fits = tensor.dim() == 1 and len(tensor) == self.analysis.stored[source.tensor].shape[source.axis]
         return name if fits and len(rows) else None
 
-    def _axis_of(self, node: fx.Node, channels: Array) -> int | None:
-        value = self.flow.value(node)
-        for axis, slots in value.axes.items():
-            if np.isin(channels, self.of_slot[slots]).all():
-                return axis
-        return None
-
     def _described(self, units: list[Unit], unit_of: Array) -> list[Unit]:
-        """Return the units with the names of their followers, consumers and of the nonlinear operations left out."""
+        """Return the units with the names of their followers and consumers."""
         followers: list[list[str]] = [[] for _ in units]
         consumers: list[list[str]] = [[] for _ in units]
-        left_out: list[list[str]] = [[] for _ in units]
         for tensor, _, slots in self._axes():
             numbers, is_read = unit_of[self.of_slot[slots]], self.role[slots] == READ
             for number in np.unique(numbers[numbers >= 0]).tolist():
@@ -360,18 +463,11 @@ class _Units:
                     consumers[number].append(self.layer_name(tensor))
                 elif tensor not in (units[number].weight, units[number].bias):
                     followers[number].append(self.layer_name(tensor))
-        order = {node.name: place for place, node in enumerate(self.analysis.module.graph.nodes)}
-        for node, slots in self.flow.curved:
-            numbers = unit_of[self.of_slot[slots]]
-            for number in np.unique(numbers[numbers >= 0]).tolist():
-                if order[node.name] > order.get(units[number].activation_node, -1):
-                    left_out[number].append(place(node))
         return [
             replace(
                 unit,
                 followers=tuple(name for name in dict.fromkeys(followers[number]) if name != unit.name),
                 consumers=tuple(dict.fromkeys(consumers[number])),
-                left_out=tuple(dict.fromkeys(left_out[number])),
             )
             for number, unit in enumerate(units)
         ]
@@ -436,14 +532,5 @@ class _Units:
         return found
 
 
-_CAPTURED_CONVOLUTIONS = frozenset({"aten.conv2d"})
-
-
-def _edgeconv_chain(writer: Writer, name: str, layer: EdgeConv) -> Chain | str:
-    """Return the chain of an EdgeConv layer: from its points to the maximum over their neighbours."""
-    inside = [node for node in writer.node.graph.nodes if place(node) == name or place(node).startswith(f"{name}.")]
-    maxima = [node for node in inside if operation(node) == "aten.amax"]
-    act = registered_chain(layer.activation)
-    if not maxima or act is None:
-        return f"its activation {type(layer.activation).__name__} is not known"
-    return Chain(act, None, maxima[-1], maxima[-1], True)
+def _is_several(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (tuple, list))

@@ -1,5 +1,6 @@
 """Splitting operators: the shapes and products that solvers need, one file for each form; and their cost model."""
 
+from s3d_fast.operators.chain import ChainOperator
 from s3d_fast.operators.conv import ConvOperator
 from s3d_fast.operators.dense import DenseOperator
 from s3d_fast.operators.edgeconv import EdgeConvOperator
@@ -9,6 +10,7 @@ from s3d_fast.operators.sums import SumOperator
 from s3d_fast.operators.together import dense_all, matvec_all
 
 __all__ = [
+    "ChainOperator",
     "ConvOperator",
     "DenseOperator",
     "EdgeConvOperator",

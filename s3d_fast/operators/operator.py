@@ -103,6 +103,12 @@ class SplittingOperator(ABC):
         """The bytes that the operator holds in memory."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
+    @property
+    def evaluations(self) -> int:
+        """How often every filter is evaluated: samples times positions."""
+        C = getattr(self, "C", None)
+        return C.numel() // self.shape[0] if isinstance(C, Tensor) else 0
+
     def _require_vectors(self, V: Tensor) -> None:
         require_vectors(V, *self.shape, self.dtype, self.device)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from s3d_fast.backends.operations import grow_weights
 from s3d_fast.base import dtypes, require
 from s3d_fast.maths.reference import Widening
-from s3d_fast.network.graph import Graph, Holder, Unit, holders_of, stored_tensors
+from s3d_fast.network.graph import Filters, Graph, Holder, Unit, holders_of, stored_tensors
 from s3d_fast.network.growing import AxisGrowth, Copies, Growth, Shift, regrown, state_widening, widening
 from s3d_fast.network.proof import output_change, output_tolerance, outputs_of
 from s3d_fast.network.sizes import fitting_sizes
@@ -242,23 +242,29 @@ def _shift(
     eps: float,
 ) -> tuple[int | None, Shift | None]:
     """Return by how much the rows of a tensor move, and the axis of its rows."""
-    movers = [graph.units[unit] for unit in by_unit if name in (graph.units[unit].weight, graph.units[unit].bias)]
+    movers: list[tuple[str, Filters, int]] = []
+    for unit in by_unit:
+        begin = 0
+        for filters in graph.units[unit].filters:
+            if name in (filters.weight, filters.bias):
+                movers.append((unit, filters, begin))
+            begin += filters.fan_in
     if not movers:
         return None, None
-    axis = movers[0].row_axis if name == movers[0].weight else 0
+    axis = movers[0][1].row_axis if name == movers[0][1].weight else 0
     which = np.full(len(axes[axis].index), -1)
     parts, start = [], 0
-    for unit in movers:
-        splits = by_unit[unit.name]
-        # The last entry of an offset belongs to the bias, if there is one.
-        own = (
-            splits.offsets[:, : tensor.numel() // tensor.shape[axis]] if name == unit.weight else splits.offsets[:, -1:]
-        )
+    for unit, filters, begin in movers:
+        splits = by_unit[unit]
+        # The last entry of a filter belongs to the bias, if there is one.
+        width = tensor.numel() // tensor.shape[axis] if name == filters.weight else 1
+        begin = begin if name == filters.weight else begin + filters.fan_in - 1
+        own = splits.offsets[:, begin : begin + width]
         parts.append(own)
-        moved = splits.moved(copies[unit.name].count)
+        moved = splits.moved(copies[unit].count)
         numbers = np.where(moved, start + np.cumsum(moved) - 1, -1)
         # The copies of a row stand one after the other, so they are found in the order of the unit's channels.
-        places = _copies_of_rows(axes[axis].index, unit.rows)
+        places = _copies_of_rows(axes[axis].index, filters.rows)
         which[places] = numbers
         start += len(own)
     offsets = torch.cat([part.to(tensor.device, tensor.dtype) for part in parts])

@@ -1,0 +1,142 @@
+"""The operator of a unit on one batch in its fastest form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from s3d_fast.backends.operations import unchecked_curvature
+from s3d_fast.capture.chain import ChainBuilder, Curvature, Values, require_same
+from s3d_fast.capture.folding import norm_scale
+from s3d_fast.maths.activations import activation
+from s3d_fast.network.calls import Call, operation, shape
+from s3d_fast.network.graph import FilterCall, Unit
+from s3d_fast.operators import ChainOperator, ConvOperator, GatedOperator, PointwiseOperator, SplittingOperator
+
+
+def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curvature) -> SplittingOperator:
+    """Return the operator of a unit: a fused form if its chain has one, else the one of the definition."""
+    C = _coefficients_at_once(unit, values, curvature)
+    if C is not None:
+        return _on_rows(unit, values, C)
+    builder = ChainBuilder(unit, values, model, curvature)
+    general = builder.operator()
+    if builder.is_diagonal and _has_rows(unit):
+        # Every activation sees multiples of single outputs: all curvature is one coefficient for each of them.
+        (C,) = general.curvature_of([torch.ones_like(values.of(unit.filters[0].calls[0].node))])
+        return _on_rows(unit, values, C)
+    if builder.is_pair:
+        gated = _gated(unit, values, general)
+        if gated is not None:
+            return gated
+    return general
+
+
+def _has_rows(unit: Unit) -> bool:
+    call = unit.filters[0].calls[0]
+    return operation(call.node) in ("aten.linear", "aten.conv2d") and not call.views
+
+
+def _coefficients_at_once(unit: Unit, values: Values, curvature: Curvature) -> Tensor | None:
+    """Return C of a filter that one activation follows, perhaps behind a BatchNorm; None for any other chain."""
+    *before, last = unit.links
+    if len(unit.filters) > 1 or len(unit.filters[0].calls) > 1 or not _has_rows(unit):
+        return None
+    if [link.kind for link in before] not in ([], ["scale"]) or last.kind != "curve" or last.activation is None:
+        return None
+    is_kinked = bool(last.activation.kinks)
+    if last.slope is not None or (is_kinked and curvature.fixed_sharpness is None):
+        return None
+    act = activation(last.activation, sharpness=curvature.fixed_sharpness)
+    z, g = values.of(last.inputs[0]), values.gradient(last.graded)  # type: ignore[arg-type]
+    require_same(z, g)
+    scale = norm_scale(before[0].node, values.module).to(z.dtype) if before else None
+    return unchecked_curvature(g, z, act, scale, last.axis)
+
+
+def _gated(unit: Unit, values: Values, general: ChainOperator) -> SplittingOperator | None:
+    """Return the operator of two filters per channel that read the same rows; None if they read others."""
+    calls = list({call.node: call for one in unit.filters for call in one.calls}.values())
+    names = [operation(call.node) for call in calls]
+    same = len({call.source for call in calls}) == 1 and len({one.fan_in for one in unit.filters}) == 1
+    if not same or any(name != "aten.linear" or call.views for name, call in zip(names, calls, strict=True)):
+        return None
+    x = values.of(calls[0].source)
+    outputs = [values.of(call.node) for call in calls]
+    blocks: list[list[Tensor]] = []
+    for which in (0, 1):
+        seeds = _seeds(unit, calls, outputs, which)
+        products = general.curvature_of(seeds)
+        blocks.append([_rows_of(unit, calls, products, other) for other in (0, 1)])
+    (c11, c12), (_, c22) = blocks
+    bias = unit.filters[0].bias is not None
+    return GatedOperator(x.flatten(0, -2), c11, c12, c22 if bool((c22 != 0).any()) else None, bias=bias)
+
+
+def _seeds(unit: Unit, calls: Sequence[FilterCall], outputs: Sequence[Tensor], which: int) -> list[Tensor]:
+    """Return ones at the outputs of one of a unit's filters, zeros elsewhere."""
+    own = unit.filters[which]
+    seeds = []
+    for call, output in zip(calls, outputs, strict=True):
+        seed = torch.zeros_like(output)
+        if call.node is own.calls[0].node:
+            seed[..., torch.from_numpy(own.rows).to(output.device)] = 1
+        seeds.append(seed)
+    return seeds
+
+
+def _rows_of(unit: Unit, calls: Sequence[FilterCall], products: Sequence[Tensor], which: int) -> Tensor:
+    own = unit.filters[which]
+    place = next(place for place, call in enumerate(calls) if call.node is own.calls[0].node)
+    product = products[place]
+    return product.index_select(-1, torch.from_numpy(own.rows).to(product.device)).flatten(0, -2)
+
+
+def _on_rows(unit: Unit, values: Values, C: Tensor) -> SplittingOperator:
+    """Return the operator of a linear layer or a convolution with these coefficients of its outputs."""
+    own = unit.filters[0]
+    call = Call(own.calls[0].node)
+    x, bias = values.of(own.calls[0].source), own.bias is not None
+    axis = C.dim() - 1 if call.operation == "aten.linear" else C.dim() - 3
+    if len(own.rows) != C.shape[axis] or (own.rows != range(len(own.rows))).any():
+        C = C.index_select(axis, torch.from_numpy(own.rows).to(C.device))
+    if call.operation == "aten.conv2d":
+        geometry = (shape(call["weight"])[2:], call["stride"], call["padding"], call["dilation"])
+        return conv_operator(x, C, bias, *geometry)
+    return PointwiseOperator(x.flatten(0, -2), C.flatten(0, -2), bias=bias)
+
+
+def conv_operator(
+    x: Tensor, C: Tensor, bias: bool, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any
+) -> SplittingOperator:
+    """Return the operator of a 2-d convolution: on rows if its kernel is 1 x 1 or its patches are few numbers."""
+    stride, dilation = _pair(stride), _pair(dilation)
+    if x.dim() == 3:
+        x, C = x.unsqueeze(0), C.unsqueeze(0)
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        x = F.pad(x, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2))
+    padding = (0, 0) if isinstance(padding, str) else _pair(padding)
+    if kernel == (1, 1) and padding == (0, 0):
+        rows = x[:, :, :: stride[0], :: stride[1]]
+        return PointwiseOperator(
+            rows.movedim(1, -1).flatten(0, -2), C.movedim(1, -1).flatten(0, -2).contiguous(), bias=bias
+        )
+    geometry: dict[str, Any] = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    if x.shape[1] * kernel[0] * kernel[1] <= C.shape[1]:
+        # The patches take no more memory than C. First layers are like this: few channels and many positions. There,
+        # products over patches are several times faster than a convolution and its weight gradient.
+        patches = F.unfold(x, **geometry)
+        return PointwiseOperator(
+            patches.mT.flatten(0, 1).contiguous(), C.flatten(2).mT.flatten(0, 1).contiguous(), bias=bias
+        )
+    return ConvOperator(x, C, **geometry, bias=bias)
+
+
+def _pair(given: Any) -> tuple[int, int]:
+    values = [int(one) for one in given] if isinstance(given, (list, tuple)) else [int(given)]
+    return (values[0], values[-1])
