@@ -60,6 +60,23 @@ def test_splitting_matvec(benchmark: BenchmarkFixture, case: RowsCase) -> None:
     }
 
 
+@pytest.mark.parametrize("case", LARGE_ROWS[:5], ids=str)
+def test_gated_matvec(benchmark: BenchmarkFixture, case: RowsCase) -> None:
+    benchmark.group = "gated S v"
+    X, C = (tensor.to(DEVICE) for tensor in case.tensors())
+    c12, c22 = C.flip(0), C.flip(1)
+    V = random_vectors(case.M, 2 * case.D, dtype=case.dtype).to(DEVICE)
+
+    def ours() -> torch.Tensor:
+        return operations.gated_matvec(X, C, c12, c22, V, backend=BACKEND, check_finite=False)
+
+    expected = reference.gated_matvec(*(tensor.double() for tensor in (X, C, c12, c22, V)))
+    assert relative_error(ours(), expected) <= TOLERANCE[case.dtype]
+    others = {"reference": lambda: reference.gated_matvec(X, C, c12, c22, V)}
+    aims = {"reference": 1.5, "sgemm": 0.6} if case.D >= 128 else {}
+    compare(benchmark, ours, others, limits=[matmul_peak()], work=8 * case.N * case.D * case.M, aims=aims, rounds=9)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_grouped(benchmark: BenchmarkFixture, name: str) -> None:
     benchmark.group = "S v of all layers in one call"

@@ -29,10 +29,14 @@ void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor&
 
 void check_rows(const at::Tensor& X, const at::Tensor& C, const at::Tensor& compute) {
     check_storage("X", X, compute);
-    check_storage("C", C, compute);
     TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (N, D), got ", X.sizes());
-    TORCH_CHECK_VALUE(C.dim() == 2 && C.size(0) == X.size(0), "C must have shape (", X.size(0), ", M), got ",
-                      C.sizes());
+    check_coefficients("C", C, X, compute);
+}
+
+void check_coefficients(const char* name, const at::Tensor& tensor, const at::Tensor& X, const at::Tensor& compute) {
+    check_storage(name, tensor, compute);
+    TORCH_CHECK_VALUE(tensor.dim() == 2 && tensor.size(0) == X.size(0), name, " must have shape (", X.size(0),
+                      ", M), got ", tensor.sizes());
 }
 
 void check_vectors(const at::Tensor& V, int64_t filters, int64_t depth) {

@@ -22,6 +22,10 @@ void check_storage(const char* name, const at::Tensor& tensor, const at::Tensor&
 // Raises unless X is (N, D) and C is (N, M), both stored as check_storage asks.
 void check_rows(const at::Tensor& X, const at::Tensor& C, const at::Tensor& compute);
 
+// Raises unless the tensor holds one coefficient for each row of X, (N, D), and each filter: (N, M), stored as
+// check_storage asks.
+void check_coefficients(const char* name, const at::Tensor& tensor, const at::Tensor& X, const at::Tensor& compute);
+
 // Raises unless V is (M, D) or (K, M, D) with M = `filters` and D = `depth`.
 void check_vectors(const at::Tensor& V, int64_t filters, int64_t depth);
 

@@ -61,6 +61,11 @@ struct Kernels {
     // out[d, :] += sum_n X[n, d] U[n, :].
     void (*accumulate)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, T* out);
 
+    // out[n, :] = A[n, :] * r[n, :] + B[n, :] * s[n, :]. If B is null, the second term is absent.
+    // A and B have the row strides a_stride and b_stride. r, s and out are panels of `rows` rows; out may be r or s.
+    void (*combine)(int64_t rows, const T* A, int64_t a_stride, const T* r, const T* B, int64_t b_stride, const T* s,
+                    T* out);
+
     // The exchange between the points of a cloud. For each of `rows` points, n, where `first` is the first point,
     //     t[n, :] = C[n, :] * (t[n, :] + offset[:] + projected[winner[n, :], :]),
     //     received[winner[n, :], :] += t[n, :],  received[first + n, :] -= t[n, :].

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from s3d_fast.kernels import (
     curvature,
     edgeconv,
+    gated,
     grouped,
     krylov,
     launch,
@@ -67,6 +68,7 @@ class KernelSources:
         for is_general in (False, True):
             yield from self.pointwise(is_general)
             yield from self.wide(is_general)
+            yield from self.gated(is_general)
             yield from self.edgeconv(is_general)
             yield from self.grouped(is_general)
         yield from self.sums()
@@ -141,6 +143,21 @@ class KernelSources:
             pointwise_wide.accumulate_kernel, _named("wide, accumulate", is_general), _label(accumulate), constants,
             accumulate.warps, accumulate.stages, aligned, types,
         )  # fmt: skip
+
+    def gated(self, is_general: bool) -> Iterator[KernelSource]:
+        sizes = ("D", "F", "M", "x_row", "c11_row", "c12_row", "c22_row", "v_row", "rows_per_slice")
+        types = {name: f"*{self.dtype}" for name in ("c11", "c12", "c22")}
+        for width in gated.widths(self.device, self.form, self.stored):
+            config = gated.configs(self.device, self.form, self.stored, width, MANY_FILTERS)[0]
+            constants, aligned = self.layer(is_general, *sizes)
+            constants = {key: value for key, value in constants.items() if key not in ("v_row", "v_column")}
+            if not is_general:
+                constants |= {"c11_column": 1, "c12_column": 1, "c22_column": 1}
+            constants |= {"FULL": is_general, "BN": config.rows, "BM": config.filters, "BD": width}
+            yield self.source(
+                gated.gated_kernel, _named("gated", is_general), _label(config), constants,
+                config.warps, config.stages, aligned, types,
+            )  # fmt: skip
 
     def edgeconv(self, is_general: bool) -> Iterator[KernelSource]:
         product, sums = edgeconv.configs(self.device, self.form, self.stored)[0]

@@ -23,6 +23,12 @@ def good_calls() -> dict[str, tuple]:
             [random_tensor(3, 5), random_tensor(3, 2, 2)],
             [True, False],
         ),
+        "gated_matvec": (
+            random_tensor(6, 4),
+            *(random_tensor(6, 3, seed=seed) for seed in (1, 2, 3)),
+            random_tensor(3, 10),
+            True,
+        ),
         "edgeconv_matvec": (
             random_tensor(2, 5, 3),
             torch.arange(40).reshape(2, 5, 4) % 5,

@@ -1,7 +1,7 @@
-// Computes the two matrix products of S v on panels: U = C * (X V) and out += X^T U.
+// Computes the two matrix products of S v on panels, U = C * (X V) and out += X^T U, and what stands between them.
 //
-// Both use the loop `multiply`. It keeps a tile of S3D_TILE_ROWS x S3D_TILE_VECTORS vectors in registers and multiplies
-// entries of X with vectors of a panel. The products differ in the index of X that runs along the tile.
+// Both products use the loop `multiply`. It keeps a tile of S3D_TILE_ROWS x S3D_TILE_VECTORS vectors in registers and
+// multiplies entries of X with vectors of a panel. The products differ in the index of X that runs along the tile.
 
 constexpr int tile_rows = S3D_TILE_ROWS;
 constexpr int tile_vectors = S3D_TILE_VECTORS;
@@ -126,5 +126,30 @@ struct Panels {
             with_rows<tile_rows, Accumulate>(size, X + d, x_stride, rows, U, out + d * width<T>);
             d += size;
         }
+    }
+
+    template <bool both>
+    static S3D_INLINE void combine_rows(int64_t rows, const T* A, int64_t a_stride, const T* r, const T* B,
+                                        int64_t b_stride, const T* s, T* out) {
+        for (int64_t n = 0; n < rows; ++n) {
+            const T* a = A + n * a_stride;
+            const T* b = B + n * b_stride;
+            // Coefficients are read once, a few bytes per row. Hardware does not predict that: prefetch the rows.
+            __builtin_prefetch(a + 2 * tile_rows * a_stride);
+            if constexpr (both) __builtin_prefetch(b + 2 * tile_rows * b_stride);
+#pragma GCC unroll 4
+            for (int v = 0; v < tile_vectors; ++v) {
+                const int64_t at = n * width<T> + v * lanes<T>;
+                Vector<T> sum = load(a + v * lanes<T>) * load(r + at);
+                if constexpr (both) sum += load(b + v * lanes<T>) * load(s + at);
+                store<T>(out + at, sum);
+            }
+        }
+    }
+
+    static void combine(int64_t rows, const T* A, int64_t a_stride, const T* r, const T* B, int64_t b_stride,
+                        const T* s, T* out) {
+        if (B) return combine_rows<true>(rows, A, a_stride, r, B, b_stride, s, out);
+        combine_rows<false>(rows, A, a_stride, r, A, 0, r, out);
     }
 };

@@ -29,16 +29,9 @@ namespace s3d::S3D_ISA {
 
 template <typename T>
 constexpr Kernels<T> table() {
-    return {width<T>,
-            lanes<T>,
-            Panels<T>::project,
-            Panels<T>::accumulate,
-            Exchange<T>::run,
-            Entries<T>::pair_products,
-            Entries<T>::curvature,
-            Entries<T>::dot,
-            Entries<T>::add,
-            Entries<T>::grow_row};
+    return {width<T>,           lanes<T>,         Panels<T>::project,        Panels<T>::accumulate,
+            Panels<T>::combine, Exchange<T>::run, Entries<T>::pair_products, Entries<T>::curvature,
+            Entries<T>::dot,    Entries<T>::add,  Entries<T>::grow_row};
 }
 
 extern const InstructionSet instruction_set = {

@@ -22,6 +22,27 @@ def require_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:
     _require_finite(X, C, check_finite)
 
 
+def require_gated(
+    X: Tensor,  # (N, D)
+    c11: Tensor,  # (N, M)
+    c12: Tensor,  # (N, M)
+    c22: Tensor | None,  # (N, M)
+    check_finite: bool = True,
+) -> None:
+    """Raise unless X holds rows, and c11, c12 and c22 coefficients of one shape, dtype and device."""
+    require.tensor("X", X)
+    require.shape("X", X, ("N", "D"))
+    if check_finite:
+        require.finite("X", X)
+    given = {"c11": c11, "c12": c12} | ({} if c22 is None else {"c22": c22})
+    for name, coefficients in given.items():
+        require.tensor(name, coefficients)
+        require.shape(name, coefficients, (len(X), "M") if name == "c11" else tuple(c11.shape))
+        require.agreement(name, coefficients, "X", X)
+        if check_finite:
+            require.finite(name, coefficients)
+
+
 def require_conv(
     X: Tensor,  # (B, I, H, W)
     C: Tensor,  # (B, M, H', W')

@@ -39,6 +39,9 @@ class CpuBackend(Backend):
         # Without tensors, the dispatcher cannot choose an operator.
         return torch.ops.s3d_fast.splitting_matvec_grouped(X, C, V, bias) if X else []
 
+    def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
+        return torch.ops.s3d_fast.gated_matvec(X, c11, c12, c22, V, bias)
+
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return torch.ops.s3d_fast.splitting_matrices(X, C, bias)
 

@@ -47,6 +47,10 @@ class Backend(ABC):
         """Return S_j v_j for all filters of many layers."""
 
     @abstractmethod
+    def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
+        """Return S_j v_j for all gated units of one layer; c22 = None is zero."""
+
+    @abstractmethod
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         """Return the matrices S_j of one layer, in the dtype of the computation."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from s3d_fast.backends.arguments import (
     require_conv,
     require_edgeconv,
+    require_gated,
     require_incoming,
     require_rows,
     require_vectors,
@@ -82,6 +83,35 @@ def splitting_matvec_grouped(
         require_rows(x, c, check_finite)
         require_vectors(v, c.shape[1], x.shape[1] + has_bias, dtypes.compute_dtype(x.dtype), x.device)
     return choose(backend, *X, *C, *V).splitting_matvec_grouped(X=X, C=C, V=V, bias=bias)
+
+
+def gated_matvec(
+    X: Tensor,  # (N, D)
+    c11: Tensor,  # (N, M)
+    c12: Tensor,  # (N, M)
+    c22: Tensor | None,  # (N, M); None is zero
+    V: Tensor,  # (M, 2 D) or (K, M, 2 D); D + 1 in place of D with bias
+    *,
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # like V
+    """Return S_j v_j for all gated units h = act(a.x) psi(b.x), theta = [a, b], that read the same rows.
+
+    S [va, vb] = [X^T (c11 p + c12 q), X^T (c12 p + c22 q)] with p = X va and q = X vb.
+
+    Args:
+        X: the rows, as for `splitting_matvec`.
+        c11, c12, c22: g act''(z) psi(u), g act'(z) psi'(u) and g act(z) psi''(u), where g is the gradient of the loss
+            with respect to h; the scales of BatchNorms are included. c22 is None where psi is linear.
+        V: vectors [va, vb]. With bias, each half ends with the entry of its bias.
+        bias, backend, check_finite: as for `splitting_matvec`.
+
+    Raises: as `splitting_matvec`.
+    """
+    require_gated(X, c11, c12, c22, check_finite)
+    require_vectors(V, c11.shape[1], 2 * (X.shape[1] + bias), dtypes.compute_dtype(X.dtype), X.device)
+    return choose(backend, X, c11, c12, c22, V).gated_matvec(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
 
 
 def splitting_matrices(

@@ -34,6 +34,9 @@ class ReferenceBackend(Backend):
     ) -> list[Tensor]:
         return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
 
+    def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
+        return reference.gated_matvec(X, c11, c12, c22, V, bias)
+
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return reference.splitting_matrices(X, C, bias, compute_dtype(X.dtype))
 

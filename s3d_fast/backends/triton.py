@@ -10,7 +10,17 @@ from torch import Tensor
 from s3d_fast.backends.interface import Backend
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base import require
-from s3d_fast.kernels import curvature, edgeconv, grouped, krylov, pointwise, pointwise_wide, surgery, tridiagonal
+from s3d_fast.kernels import (
+    curvature,
+    edgeconv,
+    gated,
+    grouped,
+    krylov,
+    pointwise,
+    pointwise_wide,
+    surgery,
+    tridiagonal,
+)
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming, incoming_edges
 from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
@@ -38,6 +48,10 @@ class TritonBackend(Backend):
     ) -> list[Tensor]:
         layers = zip(X, C, V, bias, strict=True)
         return grouped.splitting_matvec_grouped([grouped.Member(X=x, C=c, V=v, bias=b) for x, c, v, b in layers])
+
+    def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
+        product = gated.gated_matvec if gated.supports(X) else REFERENCE.gated_matvec
+        return product(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return REFERENCE.splitting_matrices(X=X, C=C, bias=bias)

@@ -46,6 +46,28 @@ def splitting_matvec(
     return torch.cat([U.mT @ X, U.sum(-2).unsqueeze(-1)], -1)
 
 
+def gated_matvec(
+    X: Tensor,  # (N, D)
+    c11: Tensor,  # (N, M)
+    c12: Tensor,  # (N, M)
+    c22: Tensor | None,  # (N, M); None is zero
+    V: Tensor,  # (..., M, 2 D), or (..., M, 2 (D + 1)) with bias
+    bias: bool = False,
+) -> Tensor:  # like V
+    """Return S_j v_j for every gated unit h = act(a.x) psi(b.x), theta = [a, b], whose halves read the same rows.
+
+    With v = [va, vb], p = X va and q = X vb:  S v = [X^T (c11 p + c12 q), X^T (c12 p + c22 q)]. With `bias`, every row
+    is [X[n], 1] for both halves. Costs 8 N D M flops per vector.
+    """
+    c11, c12 = c11.to(V.dtype), c12.to(V.dtype)
+    rows = with_ones(X.to(V.dtype)) if bias else X.to(V.dtype)
+    p, q = rows @ V[..., : rows.shape[1]].mT, rows @ V[..., rows.shape[1] :].mT
+    upper, lower = c11 * p + c12 * q, c12 * p
+    if c22 is not None:
+        lower = lower + c22.to(V.dtype) * q
+    return torch.cat([upper.mT @ rows, lower.mT @ rows], -1)
+
+
 def splitting_matrices(
     X: Tensor,  # (N, D)
     C: Tensor,  # (N, M)

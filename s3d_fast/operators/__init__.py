@@ -4,6 +4,7 @@ from s3d_fast.operators.chain import ChainOperator
 from s3d_fast.operators.conv import ConvOperator
 from s3d_fast.operators.dense import DenseOperator
 from s3d_fast.operators.edgeconv import EdgeConvOperator
+from s3d_fast.operators.gated import GatedOperator
 from s3d_fast.operators.operator import Provider, SplittingOperator
 from s3d_fast.operators.pointwise import PointwiseOperator
 from s3d_fast.operators.sums import SumOperator
@@ -14,6 +15,7 @@ __all__ = [
     "ConvOperator",
     "DenseOperator",
     "EdgeConvOperator",
+    "GatedOperator",
     "PointwiseOperator",
     "Provider",
     "SplittingOperator",

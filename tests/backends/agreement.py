@@ -23,6 +23,7 @@ from tests.cases import (
     RowsCase,
     compute_dtype,
     random_tensor,
+    random_vectors,
     relative_error,
 )
 
@@ -39,6 +40,9 @@ class Definitions:
 
     def splitting_matvec_grouped(self, *, X: Any, C: Any, V: Any, bias: Any) -> list[Tensor]:
         return [reference.splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True)]
+
+    def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
+        return reference.gated_matvec(X, c11, c12, c22, V, bias)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return reference.splitting_matrices(X, C, bias)
@@ -82,6 +86,9 @@ class PublicOperations:
 
     def splitting_matvec_grouped(self, *, X: Any, C: Any, V: Any, bias: Any) -> list[Tensor]:
         return operations.splitting_matvec_grouped(X, C, V, bias=bias, backend=self.backend)
+
+    def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
+        return operations.gated_matvec(X, c11, c12, c22, V, bias=bias, backend=self.backend)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return operations.splitting_matrices(X, C, bias=bias, backend=self.backend)
@@ -199,6 +206,14 @@ def rows_of(case: RowsCase) -> Arguments:
     return {"X": X, "C": C, "V": case.vectors(), "bias": case.bias}
 
 
+def gated_of(case: RowsCase, full: bool = True) -> Arguments:
+    """Return the arguments of `gated_matvec`; without `full`, c22 is zero."""
+    X, c11 = case.tensors()
+    c12, c22 = (random_tensor(case.N, case.M, dtype=case.dtype, seed=seed) for seed in (3, 4))
+    V = random_vectors(*[case.K] * (case.K > 0), case.M, 2 * case.width, dtype=case.dtype)
+    return {"X": X, "c11": c11, "c12": c12, "c22": c22 if full else None, "V": V, "bias": case.bias}
+
+
 def layers_of(layers: Sequence[Arguments]) -> Arguments:
     """Return the arguments of `splitting_matvec_grouped`, made of those of every layer."""
     return {name: [layer[name] for layer in layers] for name in ("X", "C", "V", "bias")}
@@ -257,6 +272,8 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     "splitting_matvec_grouped": lambda: layers_of(
         [rows_of(RowsCase(70, 20, 9, bias=True)), rows_of(RowsCase(600, 16, 32, K=2))]
     ),
+    "gated_matvec": lambda: gated_of(RowsCase(130, 20, 9, bias=True, K=2)),
+    "gated_matvec:linear": lambda: gated_of(RowsCase(130, 270, 9), full=False),
     "splitting_matrices": _matrices,
     "add_splitting_matrices": lambda: _sum_of_matrices(False),
     "add_splitting_matrices:transposed": lambda: _sum_of_matrices(True),

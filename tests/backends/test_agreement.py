@@ -29,6 +29,7 @@ from tests.backends.agreement import (
     changed_by,
     conv_of,
     edges_of,
+    gated_of,
     layers_of,
     rows_of,
 )
@@ -109,6 +110,11 @@ def test_public_operations_hand_on_all_their_arguments(name: str, example: str) 
 @pytest.mark.parametrize("case", PAIRWISE_ROWS, ids=str)
 def test_matvec(backend: Backend, case: RowsCase) -> None:
     assert_agrees(backend, "splitting_matvec", **rows_of(case))
+
+
+@pytest.mark.parametrize("case", PAIRWISE_ROWS[::2], ids=str)
+def test_gated_matvec(backend: Backend, case: RowsCase) -> None:
+    assert_agrees(backend, "gated_matvec", **gated_of(case, full=case.K != 1))
 
 
 @pytest.mark.parametrize("first", range(CALLS))
@@ -200,6 +206,8 @@ def test_rows_with_a_size_of_zero(backend: Backend, zero: str, bias: bool) -> No
     assert_agrees(backend, "splitting_matvec", **layer)
     other = rows_of(RowsCase(20, 5, 3, bias=bias))
     assert_agrees(backend, "splitting_matvec_grouped", **layers_of([layer, other]))
+    C, V = rows["C"], random_tensor(K, M, 2 * (D + bias))
+    assert_agrees(backend, "gated_matvec", X=rows["X"], c11=C, c12=C, c22=C, V=V, bias=bias)
     assert_agrees(backend, "splitting_matrices", **rows)
     assert_agrees(backend, "add_splitting_matrices", S=random_tensor(M, D + bias, D + bias), weight=2.0, **rows)
 

@@ -90,6 +90,11 @@ def _rows() -> tuple[Tensor, Tensor, Tensor]:
     return (*case.tensors(), case.vectors())
 
 
+def _gated() -> tuple[Any, ...]:
+    X, C, V = _rows()
+    return X, C, C.flip(0), C.flip(1), torch.cat([V, V.flip(-1)], -1), True
+
+
 def _edges() -> tuple[Any, ...]:
     case = EdgeCase(4, 130, 17, 5, 40, torch.float32)
     return (*case.won(), case.vectors(), False)
@@ -115,6 +120,7 @@ def _growth() -> tuple[Any, ...]:
 LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "splitting_matvec": lambda: (*_rows(), True),
     "splitting_matvec_grouped": _lists,
+    "gated_matvec": _gated,
     "edgeconv_matvec": _edges,
     "splitting_matrices": lambda: (*_rows()[:2], True),
     "curvature_coefficients": _curvature,

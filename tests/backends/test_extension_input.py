@@ -73,6 +73,8 @@ SHAPES: list[tuple[str, int, Change]] = [
     *(("splitting_matvec_grouped", position, first(narrower)) for position in (0, 1, 2)),
     *(("splitting_matvec_grouped", position, first(shorter)) for position in (0, 1, 2)),
     ("splitting_matvec_grouped", 3, to([True, True])),
+    *(("gated_matvec", position, change) for position in range(5) for change in (narrower, shorter, flatter, deeper)),
+    ("gated_matvec", 5, to(False)),
     *(("edgeconv_matvec", position, change) for position in range(4) for change in (narrower, shorter, flatter)),
     ("edgeconv_matvec", 4, to(True)),
     *(("splitting_matrices", position, change) for position in (0, 1) for change in (shorter, flatter, deeper)),
@@ -130,6 +132,7 @@ DTYPES: list[tuple[str, int, Change]] = [
         (name, position, change)
         for name, positions in {
             "splitting_matvec": (0, 1, 2),
+            "gated_matvec": (0, 1, 2, 3, 4),
             "edgeconv_matvec": (0, 2, 3),
             "splitting_matrices": (0, 1),
             "add_splitting_matrices": (0, 1, 2),

@@ -10,7 +10,17 @@ import pytest
 
 from s3d_fast.backends.choice import choose
 from s3d_fast.backends.interface import Backend
-from s3d_fast.kernels import curvature, edgeconv, grouped, krylov, pointwise, pointwise_wide, surgery, tridiagonal
+from s3d_fast.kernels import (
+    curvature,
+    edgeconv,
+    gated,
+    grouped,
+    krylov,
+    pointwise,
+    pointwise_wide,
+    surgery,
+    tridiagonal,
+)
 from s3d_fast.maths.reference import KrylovState
 
 OPERATIONS = sorted(name for name in Backend.__abstractmethods__ if not name.startswith("why_not"))
@@ -18,6 +28,7 @@ OPERATIONS = sorted(name for name in Backend.__abstractmethods__ if not name.sta
 WRAPPERS = [
     pointwise.splitting_matvec,
     pointwise_wide.splitting_matvec,
+    gated.gated_matvec,
     grouped.splitting_matvec_grouped,
     edgeconv.edgeconv_matvec,
     curvature.curvature_coefficients,

@@ -15,7 +15,7 @@ import pytest
 import triton
 
 from benchmarks import roofline
-from s3d_fast.kernels import aot, edgeconv, grouped, pointwise, pointwise_wide
+from s3d_fast.kernels import aot, edgeconv, gated, grouped, pointwise, pointwise_wide
 from s3d_fast.kernels.compiled import TARGETS, Compiled
 from s3d_fast.kernels.device import Device
 from s3d_fast.kernels.launch import Config
@@ -45,14 +45,14 @@ def test_every_kernel_compiles_for_every_gpu_without_a_fault(compiled: list[dict
         for dtype in aot.CHECKED:
             own = {entry["kernel"] for entry in compiled if (entry["target"], entry["dtype"]) == (target, dtype)}
             families = {name.split(",")[0] for name in own}
-            wanted = {"pointwise", "wide", "grouped", "edgeconv", "curvature", "surgery", "sum of slices"}
+            wanted = {"pointwise", "wide", "gated", "grouped", "edgeconv", "curvature", "surgery", "sum of slices"}
             assert wanted <= families
             if dtype == "fp32":
                 assert {"krylov", "tridiagonal"} <= families
     assert all(entry["spills"] == 0 for entry in compiled)
     for entry in compiled:
         assert entry["shared_memory"] <= TARGETS[entry["target"]].device.shared_memory
-        multiplies = entry["kernel"].split(",")[0] in ("pointwise", "wide", "edgeconv", "grouped")
+        multiplies = entry["kernel"].split(",")[0] in ("pointwise", "wide", "gated", "edgeconv", "grouped")
         only_adds = entry["kernel"].startswith(("grouped, sums", "edgeconv, receive"))
         if entry["dtype"] == "bf16" and multiplies and not only_adds:
             assert entry["tensor_core"] > 0, entry
@@ -87,6 +87,8 @@ def test_no_kernel_takes_more_shared_memory_than_its_table_is_pruned_by() -> Non
         family = entry["kernel"].split(",")[0]
         if family == "pointwise":
             bound = pointwise.shared_memory(config_of(entry["config"]), device, form, dtype)
+        elif family == "gated":
+            bound = gated.shared_memory(config_of(entry["config"]), device, form, dtype)
         elif family == "wide":
             bound = pointwise_wide.shared_memory(config_of(entry["config"]), device, form, dtype)
         elif family == "edgeconv" and "receive" not in entry["kernel"]:
@@ -108,6 +110,8 @@ def test_small_gpus_have_configurations_that_fit(device: Device) -> None:
             form = product_form(dtype, precision, device)
             for width in grouped.WIDTHS:
                 assert pointwise.configs(device, form, dtype, width, 1024), (dtype, form, width)
+            for width in gated.widths(device, form, dtype):
+                assert gated.configs(device, form, dtype, width, 1024), (dtype, form, width)
             for is_aligned in (False, True):
                 assert grouped.configs(device, form, dtype, is_aligned), (dtype, form, is_aligned)
             assert pointwise_wide.configs(device, form, dtype, True), (dtype, form)

@@ -114,6 +114,35 @@ def test_linear_splitting_matrix_is_the_curvature_of_a_split(case: RowsCase, bat
     assert_is_the_split_hessian(quadratic, hessian)
 
 
+@pytest.mark.parametrize("gate", ["identity", "tanh"])
+@with_and_without_batchnorm
+@pytest.mark.parametrize("case", LINEAR, ids=str)
+def test_gated_splitting_matrix_is_the_curvature_of_a_split(case: RowsCase, batchnorm: bool, gate: str) -> None:
+    X, _ = case.tensors()
+    rows = reference.with_ones(X) if case.bias else X
+    theta, V = random_vectors(2, case.M, 2 * rows.shape[1])
+    affine, act, psi = Affine(case.M, batchnorm), activation("silu"), activation(gate)
+
+    def halves(parameters: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = parameters.split(rows.shape[1], -1)
+        # The gate has a scale and a shift of its own.
+        return affine(rows @ a.T), 0.7 * affine(rows @ b.T) + 0.2
+
+    def layer(parameters: Tensor) -> Tensor:
+        z, u = halves(parameters)
+        return act(z) * psi(u)
+
+    z, u = halves(theta)
+    g = gradient(head_loss, layer(theta))
+    scale = torch.ones(case.M, dtype=torch.float64) if affine.scale is None else affine.scale
+    c11 = scale**2 * g * act.second(z) * psi(u)
+    c12 = 0.7 * scale**2 * g * act.first(z) * psi.first(u)
+    c22 = None if gate == "identity" else 0.49 * scale**2 * g * act(z) * psi.second(u)
+    SV = reference.gated_matvec(X, c11, c12, c22, V, case.bias)
+
+    assert_is_the_split_hessian((V * SV).sum(-1), split_hessian(layer, theta, V, head_loss))
+
+
 @every_smooth_activation
 @with_and_without_batchnorm
 @pytest.mark.parametrize("case", CONV, ids=str)

@@ -1,0 +1,124 @@
+"""Operators of units beyond one activation: against dense matrices, restricted, stored in other ways, and together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from s3d_fast import SplittingOperator
+from s3d_fast.maths import reference
+from s3d_fast.operators import GatedOperator, matvec_all
+from s3d_fast.operators.streamed import DiskStream, StreamedOperator
+from tests.backends.agreement import gated_of
+from tests.cases import RowsCase, random_tensor, random_vectors, relative_error
+
+
+def gated(full: bool, bias: bool, dtype: torch.dtype = torch.float64) -> GatedOperator:
+    given = gated_of(RowsCase(23, 5, 4, dtype, bias), full)
+    return GatedOperator(given["X"], given["c11"], given["c12"], given["c22"], bias=bias)
+
+
+def dense_gated(operator: GatedOperator) -> Tensor:
+    """Return S from its four blocks."""
+    rows = reference.with_ones(operator.X) if operator.bias else operator.X
+    zero = torch.zeros_like(operator.c11)
+
+    def block(C: Tensor | None) -> Tensor:
+        return torch.einsum("nm,nd,ne->mde", zero if C is None else C, rows, rows)
+
+    upper = torch.cat([block(operator.c11), block(operator.c12)], -1)
+    lower = torch.cat([block(operator.c12), block(operator.c22)], -1)
+    return torch.cat([upper, lower], -2)
+
+
+FORMS: dict[str, tuple[Callable[..., SplittingOperator], Callable[..., Tensor]]] = {
+    "gated": (lambda dtype=torch.float64: gated(True, True, dtype), dense_gated),
+    "gated-linear": (lambda dtype=torch.float64: gated(False, False, dtype), dense_gated),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+@every_form
+def test_dense_and_products_are_those_of_the_formula(form: str) -> None:
+    make, dense = FORMS[form]
+    operator = make()
+    expected = dense(operator)
+    assert expected.shape == (*operator.shape, operator.shape[1])
+    V = random_vectors(3, *operator.shape)
+    for backend in ("reference", "cpu", "triton"):
+        assert relative_error(operator.dense(backend), expected) < 1e-12
+        product = (expected @ V.unsqueeze(-1)).squeeze(-1)
+        assert relative_error(operator.matvec(V, backend), product) < 1e-12
+
+
+@every_form
+@pytest.mark.parametrize("filters", [[2], [2, 0], [-1, 1, 1]], ids=str)
+def test_restrict_takes_some_filters_and_leaves_the_operator(form: str, filters: list[int]) -> None:
+    operator = FORMS[form][0]()
+    before, index = operator.dense(), torch.tensor(filters)
+    some = operator.restrict(index)
+    assert some.shape == (len(filters), operator.shape[1])
+    assert relative_error(some.dense(), before[index]) < 1e-13
+    assert torch.equal(operator.dense(), before)
+
+
+@every_form
+def test_the_common_part_has_at_most_unit_length(form: str) -> None:
+    operator = FORMS[form][0]()
+    common = operator.common_part()
+    assert common is not None
+    assert (common.shape, common.dtype) == (operator.shape[1:], operator.dtype)
+    assert 0 < float(common.norm()) <= 1 + 1e-12
+
+
+@every_form
+def test_sixteen_bits_halve_the_bytes_and_hardly_change_products(form: str) -> None:
+    operator = FORMS[form][0](torch.float32)
+    small = operator.stored_as(torch.bfloat16)
+    whole = sum(t.nbytes for t in vars(operator).values() if isinstance(t, Tensor) and not t.is_floating_point())
+    assert small.nbytes - whole == (operator.nbytes - whole) // 2
+    V = random_vectors(*operator.shape, dtype=torch.float32)
+    assert relative_error(small.matvec(V), operator.matvec(V)) < 0.05
+
+
+@every_form
+def test_an_operator_on_disk_gives_the_same_products(form: str) -> None:
+    operator = FORMS[form][0]()
+    stream = DiskStream(None, 1 << 20)
+    stream.append("unit", operator)
+    stream.batches = 1
+    stored = StreamedOperator(stream, "unit", operator, operator.rows)
+    V = random_vectors(2, *operator.shape)
+    assert relative_error(stored.matvec(V), operator.matvec(V)) < 1e-14
+
+
+def test_one_call_gives_the_products_of_all_forms() -> None:
+    operators = [make() for make, _ in FORMS.values()]
+    vectors = [random_vectors(*operator.shape) for operator in operators]
+    for product, operator, V in zip(matvec_all(operators, vectors), operators, vectors, strict=True):
+        assert relative_error(product, operator.matvec(V)) < 1e-13
+
+
+def test_equal_rows_are_the_common_part_of_gated_units() -> None:
+    X, C = torch.arange(5.0).repeat(6, 1), torch.ones(6, 2)
+    common = GatedOperator(X, C, C, C, bias=True).common_part()
+    assert float(common.norm()) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"X": random_tensor(4)}, r"X must have shape \(N, D\), got \(4,\)"),
+        ({"c11": random_tensor(5, 3)}, r"c11 must have shape \(6, M\), got \(5, 3\)"),
+        ({"c12": random_tensor(6, 2)}, r"c12 must have shape \(6, 3\), got \(6, 2\)"),
+        ({"c22": random_tensor(3, 6)}, r"c22 must have shape \(6, 3\), got \(3, 6\)"),
+        ({"c22": torch.full((6, 3), torch.nan, dtype=torch.float64)}, "c22 must be finite"),
+    ],
+)
+def test_bad_tensors_of_gated_units_are_refused(change: dict[str, Tensor], message: str) -> None:
+    good = {"X": random_tensor(6, 4), **dict.fromkeys(("c11", "c12", "c22"), random_tensor(6, 3))}
+    with pytest.raises(ValueError, match=message):
+        GatedOperator(**{**good, **change})
