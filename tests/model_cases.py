@@ -130,7 +130,6 @@ MODELS = (
         (3, 3, 6, 6),
         # The two streams are a unit each: the first begins at the stem, the second in the last block.
         ("stem.0", *(f"blocks.{i}.conv1" for i in range(3)), "blocks.2.conv2"),
-        uncaptured=("blocks.2.conv2",),
     ),
     ModelCase("mobilenet", _mobilenet, (3, 3, 16, 16), ("stem.0", *(f"blocks.{i}.3" for i in range(13)))),
     ModelCase(

@@ -189,7 +189,7 @@ def test_functions_and_modules_are_followed_alike(function: object, module: nn.M
         )
         x = data(2, 3, 8, 8)
         graph = s3d.trace(model, x)
-        graphs.append((list(graph.units), [len(unit.left_out) for unit in graph]))
+        graphs.append((list(graph.units), [len(unit.activations()) for unit in graph]))
         before = outputs(model, x)
         s3d.apply_splits(model, random_plan(graph, 2), eps=0.0)
         assert relative_error(outputs(model, x), before) < 1e-10

@@ -195,8 +195,6 @@ class ChainBuilder:
         writes = [self._write(call) for call in self.calls]
         self.steps += writes
         wants = self.curvature.fixed_sharpness is None and any(self._is_kinked(link) for link in self.unit.links)
-        if self.curvature.kind == "exact" and any(link.kind == "maximum" for link in self.unit.links):
-            wants = True
         lookup = self._lookup
         if wants:
             self._start_rays(writes)
@@ -538,16 +536,11 @@ class ChainBuilder:
         if self.curvature.kind == "exact" and runner is not None:
             self.has_ties = True
             gap = (compared.take(winner) - compared.take(runner)).abs()
-            step = self.at[link.sources[0]]
-            single = self.is_single[link.sources[0]]
-            rays = self.rays if single else self.probes
-            if single:
-                # Winner and runner-up see different rows: their difference needs the rows themselves.
-                reach = self._pair_reach(link, winner, runner)
+            fixed = self.curvature.fixed_sharpness
+            if fixed is not None:
+                width = torch.full_like(gap, 1 / fixed)
             else:
-                reach = _root_of_squares([r[step].take(winner) - r[step].take(runner) for r in rays])
-                reach = reach / math.sqrt(len(rays))
-            width = self._bandwidth(link, TIE, g) * reach
+                width = self._bandwidth(link, TIE, g) * self._pair_reach(link, winner, runner)
             name = self._keep(sign * g * kernel(gap, width))
         return [
             Maximum(

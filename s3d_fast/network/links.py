@@ -44,9 +44,9 @@ POOLS = frozenset(
     )
 )
 MAXIMA = POOLS | {"aten.amax", "aten.amin", "aten.max", "aten.min"}
-# Entries that do not depend on the values of their argument.
+# Results that do not depend on the values of their argument, or whose gradient is cut off.
 CONSTANTS = frozenset(
-    f"aten.{name}" for name in ("zeros_like", "ones_like", "full_like", "fill", "zero", "bernoulli", "empty_like")
+    f"aten.{name}" for name in ("zeros_like", "ones_like", "full_like", "fill", "zero", "bernoulli", "empty_like", "detach")
 )
 SUMS = frozenset({"aten.add", "aten.sub", "aten.rsub", "aten.neg", "aten.positive"})
 
@@ -183,7 +183,7 @@ class _Search:
             if node.args[1] == 0:
                 self._alias(node, inputs[0])
             return
-        if name in CONSTANTS:
+        if name in CONSTANTS or _is_cut(node):
             return
         if len(inputs) == 1 and self._region(inputs[0]):
             return
@@ -332,6 +332,13 @@ class _Search:
                 new[index + self.count] = self.count + len(kept)
                 kept.append(replace(link, sources=tuple(new[one] for one in link.sources), is_last=not leads[index]))
         return kept
+
+
+def _is_cut(node: fx.Node) -> bool:
+    """Return whether a call is made with gradients switched off."""
+    return any(
+        kind == "wrap_with_set_grad_enabled" and not settings[0] for kind, settings in node.meta.get("regions", ())
+    )
 
 
 def _has_value(node: fx.Node) -> bool:

@@ -38,19 +38,19 @@ def test_every_model_has_its_known_units(case: ModelCase) -> None:
 def test_a_unit_of_the_mlp_with_batchnorm_has_its_norm() -> None:
     unit = traced(BY_NAME["mlp-batchnorm"])[1].units["layers.0"]
     assert (unit.kind, unit.width, unit.fan_in, unit.norm) == ("linear", 5, 5, "layers.1")
-    assert (unit.followers, unit.consumers, unit.left_out) == (("layers.1",), ("layers.3",), ())
+    assert (unit.followers, unit.consumers) == (("layers.1",), ("layers.3",))
+    assert unit.activations() == ["silu"]
     assert unit.activation is not None
     assert unit.activation.name == "silu"
 
 
-def test_pointwise_layers_of_mobilenet_leave_out_the_depthwise_activation() -> None:
+def test_the_chain_of_a_pointwise_layer_of_mobilenet_goes_through_the_depthwise_layer() -> None:
     _, graph = traced(BY_NAME["mobilenet"])
     stem = graph.units["stem.0"]
     assert stem.followers == ("stem.1", "blocks.0.0", "blocks.0.1")
     assert stem.consumers == ("blocks.0.3",)
-    assert stem.left_out == ("blocks.0.2",)
-    assert "blocks.0.2" in row(graph, "stem.0")
-    assert graph.units["blocks.12.3"].left_out == ()
+    assert stem.activations() == ["silu", "silu"]
+    assert graph.units["blocks.12.3"].activations() == ["silu"]
     assert graph.units["blocks.12.3"].consumers == ("head",)
 
 
@@ -115,7 +115,7 @@ def test_a_number_per_channel_follows(linear: bool) -> None:
     model.scale = nn.Parameter(torch.rand(6, dtype=torch.float64))
     graph = assert_splits_keep_outputs(model, data(3, 4))
     assert graph.units["up"].followers == ("scale",)
-    assert len(graph.units["up"].left_out) == (0 if linear else 1)
+    assert graph.units["up"].activations() == (["silu"] if linear else ["silu", "pow"])
 
 
 def test_an_output_may_be_used_before_its_activation() -> None:
@@ -123,7 +123,7 @@ def test_an_output_may_be_used_before_its_activation() -> None:
         lambda self, x: self.down(torch.cat([F.relu(h := self.up(x)), h], 1)), up=nn.Linear(4, 6), down=nn.Linear(12, 2)
     )
     graph = assert_splits_keep_outputs(model, data(3, 4))
-    assert "no activation follows it" in graph.units["up"].uncaptured
+    assert graph.units["up"].activations() == ["relu"]
 
 
 def test_images_may_be_concatenated_along_another_axis() -> None:
@@ -220,7 +220,7 @@ def described(graph: Graph) -> list[tuple[object, ...]]:
         return "" if activation is None else activation.name
 
     return [
-        (u.name, u.kind, u.width, u.fan_in, u.norm, name(u.activation), u.followers, u.consumers, u.left_out)
+        (u.name, u.kind, u.width, u.fan_in, u.norm, name(u.activation), u.followers, u.consumers, u.activations())
         for u in graph
     ]
 
@@ -261,8 +261,7 @@ def test_keyword_arguments_are_followed(which: str) -> None:
 def test_every_form_of_relu_is_an_activation(act: Callable[[Tensor], Tensor]) -> None:
     unit = trace(two_linear(lambda self, h: act(h)), data(3, 4)).units["up"]
     assert unit.activation is not None
-    assert unit.activation.name == "relu"
-    assert unit.left_out == ()
+    assert unit.activations() == ["relu"]
 
 
 @pytest.mark.parametrize("slope", [0.05, 0.3])
@@ -343,7 +342,7 @@ def test_depthwise_convolutions_are_followers(multiplier: int) -> None:
     assert graph.units["conv"].followers == ("depthwise", "norm")
     assert [*graph.tensors["norm.weight"][0].channel] == [c for c in range(4) for _ in range(multiplier)]
     assert columns(graph, "head.weight") == channels_of("conv", 4, 16 * multiplier)
-    assert graph.units["conv"].left_out == ()
+    assert len(graph.units["conv"].activations()) == 1
 
 
 SECOND_NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -357,10 +356,10 @@ SECOND_NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("which", SECOND_NONLINEARITIES)
-def test_a_later_nonlinearity_is_left_out_and_named(which: str) -> None:
+def test_a_later_nonlinearity_is_part_of_the_chain(which: str) -> None:
     graph = assert_splits_keep_outputs(two_linear(lambda self, h: SECOND_NONLINEARITIES[which](F.silu(h))), data(3, 4))
-    assert len(graph.units["up"].left_out) == 1
-    assert graph.units["up"].left_out[0] in row(graph, "up")
+    assert len(graph.units["up"].activations()) == 2
+    assert ", ".join(graph.units["up"].activations()) in row(graph, "up")
 
 
 def test_a_model_with_several_inputs_is_traced_with_a_tuple() -> None:

@@ -26,7 +26,8 @@ def test_the_layers_of_a_residual_stream_are_one_unit() -> None:
     stem = graph.units["stem.0"]
     assert {"stem.1", "blocks.0.conv2", "blocks.0.bn2", "blocks.1.conv2", "blocks.1.bn2"} == set(stem.followers)
     assert stem.consumers == ("blocks.0.conv1", "blocks.1.conv1", "blocks.2.conv1", "blocks.2.shortcut.0")
-    assert stem.left_out == ("blocks.0.act2", "blocks.1.act2")
+    assert [one.weight for one in stem.filters] == ["stem.0.weight", "blocks.0.conv2.weight", "blocks.1.conv2.weight"]
+    assert stem.activations() == ["silu"] * 3
     for name in ("blocks.0.conv2", "blocks.1.conv2"):
         assert_blocked(graph, name, "it is split along with 'stem.0'")
     assert_blocked(graph, "blocks.2.shortcut.0", "it is split along with 'blocks.2.conv2'")
