@@ -2,6 +2,7 @@
 
 from s3d_fast.operators.conv import ConvOperator
 from s3d_fast.operators.dense import DenseOperator
+from s3d_fast.operators.depthwise import DepthwiseOperator
 from s3d_fast.operators.edgeconv import EdgeConvOperator
 from s3d_fast.operators.gated import GatedOperator
 from s3d_fast.operators.operator import Provider, SplittingOperator
@@ -12,6 +13,7 @@ from s3d_fast.operators.together import dense_all, matvec_all
 __all__ = [
     "ConvOperator",
     "DenseOperator",
+    "DepthwiseOperator",
     "EdgeConvOperator",
     "GatedOperator",
     "PointwiseOperator",
