@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.compare import compare, matmul_peak
 from benchmarks.device import BACKEND, DEVICE, ON_CPU
 from benchmarks.memory import extra_memory
 from s3d_fast.backends import operations
+from s3d_fast.backends.choice import choose
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import incoming_edges
+from s3d_fast.maths.reference import DepthwiseStage
+from s3d_fast.models.mobilenet import STRIDES
+from tests.backends.agreement import depthwise_of, layers_of, norms_of
 from tests.cases import (
     LARGE_EDGES,
     LARGE_ROWS,
     NETWORKS,
     TOLERANCE,
+    DepthwiseCase,
     EdgeCase,
     RowsCase,
     compute_dtype,
@@ -102,6 +110,74 @@ def test_grouped(benchmark: BenchmarkFixture, name: str) -> None:
         others["torch.compile"] = lambda: [compiled(*layer) for layer in zip(X, C, V, bias, strict=True)]
         aims = {"reference": 2.5}
     compare(benchmark, ours, others, limits=[matmul_peak()], work=work, aims=aims)
+
+
+def depthwise_layers(filters: int, size: int, batch: int) -> list[DepthwiseCase]:
+    """Return the pointwise layers of MobileNetV1, each with the depthwise convolution behind it."""
+    layers = []
+    for stride in STRIDES[1:]:
+        stage = DepthwiseStage((stride, stride), (1, 1))
+        layers.append(DepthwiseCase(batch, size, size, filters, filters, (((3, 3), stage),), torch.float32))
+        size //= stride
+    return layers
+
+
+MOBILENET = depthwise_layers(32, 32, 128)
+# The first of each size and stride, which are the largest.
+DISTINCT_LAYERS = list(dict.fromkeys(MOBILENET))
+
+
+@pytest.mark.parametrize("case", DISTINCT_LAYERS, ids=str)
+def test_depthwise_matvec(benchmark: BenchmarkFixture, case: DepthwiseCase) -> None:
+    benchmark.group = "S v with a depthwise stage"
+    layer = to_device(depthwise_of(case))
+    X, C, V = layer["X"], layer["C"][0].flatten(0, 2), layer["V"]
+    tensors = [layer[name] for name in ("X", "C", "d", "weight", "V")]
+
+    def ours() -> torch.Tensor:
+        return operations.depthwise_matvec(*tensors, stages=layer["stages"], backend=BACKEND, check_finite=False)
+
+    def plain() -> torch.Tensor:
+        return operations.splitting_matvec(X, C, V, backend=BACKEND, check_finite=False)
+
+    assert relative_error(ours(), reference.depthwise_matvec(**layer)) <= TOLERANCE[case.dtype]
+    others = {"reference": lambda: reference.depthwise_matvec(**layer), "S v without the stage": plain}
+    compare(benchmark, ours, others, aims={"S v without the stage": 0.4}, rounds=9)
+
+
+def test_depthwise_grouped(benchmark: BenchmarkFixture) -> None:
+    benchmark.group = "S v with a depthwise stage"
+    layers = layers_of([to_device(depthwise_of(case)) for case in MOBILENET])
+    plain = {"X": layers["X"], "C": [C[0].flatten(0, 2) for C in layers["C"]], "V": layers["V"], "bias": layers["bias"]}
+    chosen = choose(BACKEND)
+    others = {
+        "reference": lambda: choose("reference").depthwise_matvec_grouped(**layers),
+        "S v without the stage": lambda: chosen.splitting_matvec_grouped(**plain),
+    }
+    aims = {"S v without the stage": 0.4}
+    compare(benchmark, lambda: chosen.depthwise_matvec_grouped(**layers), others, aims=aims, rounds=9)
+
+
+@pytest.mark.parametrize("case", DISTINCT_LAYERS[:3], ids=str)
+def test_depthwise_row_norms(benchmark: BenchmarkFixture, case: DepthwiseCase) -> None:
+    benchmark.group = "norms of the rows behind a depthwise stage"
+    given = to_device(norms_of(case))
+    X, C = given["X"], given["d"].flatten(0, 2)
+    V = random_vectors(case.M, case.D, dtype=case.dtype).to(DEVICE)
+    chosen = choose(BACKEND)
+
+    def two_products() -> None:
+        for _ in range(2):
+            chosen.splitting_matvec(X=X, C=C, V=V, bias=False)
+
+    assert relative_error(chosen.depthwise_row_norms(**given), reference.depthwise_row_norms(**given)) <= 1e-4
+    others = {"reference": lambda: reference.depthwise_row_norms(**given), "2 products": two_products}
+    compare(benchmark, lambda: chosen.depthwise_row_norms(**given), others, aims={"2 products": 1.0}, rounds=9)
+
+
+def to_device(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with their tensors on the device of the benchmarks."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), arguments)
 
 
 @pytest.mark.parametrize("case", LARGE_EDGES, ids=str)

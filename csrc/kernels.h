@@ -47,6 +47,27 @@ struct Columns {
     const Integer<T>* place;
 };
 
+// Places of a line that take the same taps of a convolution: first + i * step for i < count. Place i is a sum over
+// c < taps of the weight's column tap[c] times the input's column place[c] + i * advance.
+struct TapRun {
+    int64_t first, step, count;
+    const int64_t *tap, *place;
+    int64_t taps, advance;
+};
+
+// Windows of `taps` places, one after the other: window i begins i * advance places later than the first. With channels
+// c, u[t] = weight[t][c] * d[i * advance * channels + d_place[t] + c], and entry (t, s) of the lower triangle G is
+// gram[i * advance + gram_place[t (t + 1) / 2 + s]]. Entries off the diagonal count for both triangles.
+template <typename T>
+struct Windows {
+    int64_t taps, count, advance;
+    const T* const* weight;
+    const T* d;
+    const int64_t* d_place;
+    const T* gram;
+    const int64_t* gram_place;
+};
+
 template <typename T>
 struct Kernels {
     int width;  // filters per panel
@@ -65,6 +86,23 @@ struct Kernels {
     // A and B have the row strides a_stride and b_stride. r, s and out are panels of `rows` rows; out may be r or s.
     void (*combine)(int64_t rows, const T* A, int64_t a_stride, const T* r, const T* B, int64_t b_stride, const T* s,
                     T* out);
+
+    // One line of a depthwise convolution. For each place i of the run, with o = run.first + i * run.step,
+    //     out[o, :] = sum over r < rows and c < run.taps of weight[row_tap[r] * kernel_columns + run.tap[c], :]
+    //                 * in[row_place[r] * in_columns + run.place[c] + i * run.advance, :].
+    // in, weight and out are panels.
+    void (*stencil)(const TapRun& run, const int64_t* row_tap, const int64_t* row_place, int64_t rows, const T* in,
+                    int64_t in_columns, const T* weight, int64_t kernel_columns, T* out);
+
+    // out[s, x] = sum_d a[d, x] b[d, x + first + s * step] for s < count and x < columns. a and b have `depth` rows
+    // with row stride `stride`, and out has row stride out_stride. The loop handles whole vectors: it reads up to lanes
+    // - 1 entries beyond the last column, and writes as many.
+    void (*shifted_dots)(const T* a, const T* b, int64_t stride, int64_t depth, int64_t columns, int64_t first,
+                         int64_t step, int64_t count, T* out, int64_t out_stride);
+
+    // out[i, c] = max(0, sum over s <= t < taps of G[t, s] u[t] u[s]) for each window i and channel c: see Windows.
+    // `work` has room for 2 * lanes * taps entries.
+    void (*window_norms)(const Windows<T>& windows, int64_t channels, T* work, T* out);
 
     // The exchange between the points of a cloud. For each of `rows` points, n, where `first` is the first point,
     //     t[n, :] = C[n, :] * (t[n, :] + offset[:] + projected[winner[n, :], :]),

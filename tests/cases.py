@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from s3d_fast.maths.reference import DepthwiseStage
 from s3d_fast.models.mobilenet import FULL_WIDTHS, STRIDES
 
 DTYPE_NAMES = {
@@ -136,6 +137,51 @@ class ConvCase(Case):
 
 
 @dataclass(frozen=True)
+class DepthwiseCase(Case):
+    """A pointwise layer on B maps of D channels, with M filters, and stages (kernel size, geometry) behind it."""
+
+    B: int
+    H: int
+    W: int
+    D: int
+    M: int
+    stages: tuple[tuple[tuple[int, int], DepthwiseStage], ...]
+    dtype: torch.dtype = torch.float64
+    bias: bool = False
+    K: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.D + self.bias
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return the height and width of the maps, from the first to the last."""
+        sizes = [(self.H, self.W)]
+        for kernel_size, stage in self.stages:
+            sizes.append(stage.size(sizes[-1], kernel_size))
+        return sizes
+
+    def tensors(self, seed: int = 0) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+        """Return random X (B H W, D), and the lists of C, d and weight."""
+        seeds = iter(range(10 * seed, 10 * seed + 100))
+
+        def random(*shape: int) -> Tensor:
+            return random_tensor(*shape, dtype=self.dtype, seed=next(seeds))
+
+        X = random(self.B * self.H * self.W, self.D)
+        maps = [(self.B, *size, self.M) for size in self.sizes()]
+        C, d = [random(*shape) for shape in maps], [random(*shape) for shape in maps[:-1]]
+        return X, C, d, [random(self.M, *kernel_size) for kernel_size, _ in self.stages]
+
+    def _words(self) -> Iterator[str]:
+        for word in super()._words():
+            if word.startswith("stages"):
+                yield from (f"{k[0]}x{k[1]}s{s.stride}p{s.padding}d{s.dilation}" for k, s in self.stages)
+            else:
+                yield word
+
+
+@dataclass(frozen=True)
 class EdgeCase(Case):
     """An EdgeConv layer: B clouds of P points with F features, k neighbours each, M filters."""
 
@@ -258,6 +304,21 @@ CONVS = (
     ConvCase(2, 3, 5, 5, 4, k=(1, 1)),
     ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1), dtype=torch.float32, bias=True),
     ConvCase(2, 3, 6, 6, 4, k=(3, 3), p=(1, 1), dtype=torch.bfloat16),
+)
+
+SAME, HALVED = DepthwiseStage(padding=(1, 1)), DepthwiseStage((2, 2), (1, 1))
+UNEVEN = DepthwiseStage((1, 3), (2, 0), (2, 1))
+DEPTHWISE = (
+    DepthwiseCase(2, 6, 5, 3, 4, (((3, 3), SAME),)),
+    DepthwiseCase(3, 7, 6, 5, 9, (((3, 3), HALVED),), bias=True, K=2),
+    DepthwiseCase(2, 9, 8, 3, 5, (((3, 2), UNEVEN), ((2, 3), HALVED), ((1, 1), DepthwiseStage())), bias=True),
+    # Places that no tap reaches, a stride beyond the kernel, and a kernel larger than the map.
+    DepthwiseCase(2, 4, 5, 2, 3, (((1, 1), DepthwiseStage((3, 2), (2, 1))), ((3, 3), DepthwiseStage(padding=(2, 3))))),
+    DepthwiseCase(2, 2, 3, 2, 3, (((5, 5), DepthwiseStage(padding=(2, 2))),)),
+    DepthwiseCase(5, 3, 3, 20, 37, (((3, 3), SAME), ((3, 3), HALVED)), torch.float32, K=3),
+    DepthwiseCase(1, 14, 13, 17, 33, (((3, 3), HALVED),), torch.float32, bias=True),
+    DepthwiseCase(30, 2, 2, 33, 16, (((3, 3), SAME),), torch.bfloat16, bias=True),
+    DepthwiseCase(2, 12, 30, 4, 70, (((5, 3), DepthwiseStage((1, 1), (2, 1))),), torch.float16),
 )
 
 # For benchmarks only: the EdgeConv layers of DGCNN.

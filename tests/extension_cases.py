@@ -29,6 +29,23 @@ def good_calls() -> dict[str, tuple]:
             random_tensor(3, 10),
             True,
         ),
+        "depthwise_matvec_grouped": (
+            [random_tensor(24, 4), random_tensor(8, 2)],
+            [random_tensor(*shape) for shape in ((2, 3, 4, 3), (2, 2, 2, 3), (2, 1, 2, 3), (2, 2, 2, 5), (2, 2, 2, 5))],
+            [random_tensor(*shape) for shape in ((2, 3, 4, 3), (2, 2, 2, 3), (2, 2, 2, 5))],
+            [random_tensor(3, 3, 3), random_tensor(3, 2, 1), random_tensor(5, 3, 3)],
+            [2, 1],
+            [2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1],
+            [random_tensor(3, 5), random_tensor(3, 5, 2)],
+            [True, False],
+        ),
+        "depthwise_row_norms": (
+            random_tensor(24, 4),
+            random_tensor(2, 3, 4, 3),
+            random_tensor(3, 3, 3),
+            [2, 2, 1, 1, 1, 1],
+            True,
+        ),
         "edgeconv_matvec": (
             random_tensor(2, 5, 3),
             torch.arange(40).reshape(2, 5, 4) % 5,

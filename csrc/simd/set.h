@@ -26,12 +26,26 @@ namespace s3d::S3D_ISA {
 #include "simd/panel.h"
 #include "simd/elementwise.h"
 #include "simd/exchange.h"
+#include "simd/stencil.h"
 
 template <typename T>
 constexpr Kernels<T> table() {
-    return {width<T>,           lanes<T>,         Panels<T>::project,        Panels<T>::accumulate,
-            Panels<T>::combine, Exchange<T>::run, Entries<T>::pair_products, Entries<T>::curvature,
-            Entries<T>::dot,    Entries<T>::add,  Entries<T>::grow_row};
+    return {
+        .width = width<T>,
+        .lanes = lanes<T>,
+        .project = Panels<T>::project,
+        .accumulate = Panels<T>::accumulate,
+        .combine = Panels<T>::combine,
+        .stencil = Stencil<T>::line,
+        .shifted_dots = Stencil<T>::shifted_dots,
+        .window_norms = Stencil<T>::window_norms,
+        .exchange = Exchange<T>::run,
+        .pair_products = Entries<T>::pair_products,
+        .curvature = Entries<T>::curvature,
+        .dot = Entries<T>::dot,
+        .add = Entries<T>::add,
+        .grow_row = Entries<T>::grow_row,
+    };
 }
 
 extern const InstructionSet instruction_set = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s3d_fast.base import dtypes, require
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage
 
 
 def require_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:
@@ -34,13 +34,66 @@ def require_gated(
     require.shape("X", X, ("N", "D"))
     if check_finite:
         require.finite("X", X)
-    given = {"c11": c11, "c12": c12} | ({} if c22 is None else {"c22": c22})
-    for name, coefficients in given.items():
-        require.tensor(name, coefficients)
-        require.shape(name, coefficients, (len(X), "M") if name == "c11" else tuple(c11.shape))
-        require.agreement(name, coefficients, "X", X)
-        if check_finite:
-            require.finite(name, coefficients)
+    _require_like_rows("c11", c11, X, (len(X), "M"), check_finite)
+    for name, coefficients in {"c12": c12, **({} if c22 is None else {"c22": c22})}.items():
+        _require_like_rows(name, coefficients, X, tuple(c11.shape), check_finite)
+
+
+def require_depthwise(
+    X: Tensor,  # (B H W, D)
+    C: Sequence[Tensor],  # n + 1 times (B, H_i, W_i, M)
+    d: Sequence[Tensor],  # n times (B, H_i, W_i, M)
+    weight: Sequence[Tensor],  # n times (M, kh, kw)
+    stages: Sequence[DepthwiseStage],  # n
+    check_finite: bool = True,
+) -> None:
+    """Raise unless the tensors describe a pointwise layer with depthwise stages behind it."""
+    if not len(stages) == len(d) == len(weight) == len(C) - 1 or not stages:
+        raise ValueError(
+            "C must have one entry more than d, weight and stages, which have one for each stage; "
+            f"got {len(C)}, {len(d)}, {len(weight)} and {len(stages)}"
+        )
+    require.tensor("C[0]", C[0])
+    require.shape("C[0]", C[0], ("B", "H", "W", "M"))
+    shape = tuple(C[0].shape)
+    for number, (c, slope, kernel, stage) in enumerate(zip(C, d, weight, stages, strict=False)):
+        _require_like_rows(f"C[{number}]", c, X, shape, check_finite)
+        size = require_stage(X, slope, kernel, stage, check_finite, str(number), shape)
+        shape = (shape[0], *size, shape[3])
+    _require_like_rows(f"C[{len(stages)}]", C[-1], X, shape, check_finite)
+
+
+def require_stage(
+    X: Tensor,  # (B H W, D)
+    d: Tensor,  # (B, H_i, W_i, M)
+    weight: Tensor,  # (M, kh, kw)
+    stage: DepthwiseStage,
+    check_finite: bool = True,
+    number: str = "",
+    shape: Sequence[int] | None = None,
+) -> tuple[int, int]:
+    """Return the size of a depthwise stage's result; raise unless d, of this shape, and weight belong to the stage.
+
+    `number` is the stage's place in lists. Without a shape, the stage is the first: H and W are those of d.
+    """
+    place = f"[{number}]" if number else ""
+    if not isinstance(stage, DepthwiseStage):
+        raise TypeError(f"stage{place} must be a DepthwiseStage, got {type(stage).__name__}")
+    require.tensor("X", X)
+    require.shape("X", X, ("B H W", "D"))
+    if check_finite and number in ("", "0"):
+        require.finite("X", X)
+    _require_like_rows(f"d{place}", d, X, shape or ("B", "H", "W", "M"), check_finite)
+    if number in ("", "0") and d.shape[:3].numel() != len(X):
+        raise ValueError(f"X must have one row for each place of d, got {len(X)} for {tuple(d.shape)}")
+    _require_like_rows(f"weight{place}", weight, X, (d.shape[3], "kh", "kw"), check_finite)
+    require.pair("stride", stage.stride, 1)
+    require.pair("padding", stage.padding, 0)
+    require.pair("dilation", stage.dilation, 1)
+    size = stage.size(d.shape[1:3], weight.shape[1:])
+    if min(*size, *weight.shape[1:]) < 1:
+        raise ValueError(f"weight{place} must fit into maps of {tuple(d.shape[1:3])}, got {tuple(weight.shape)}")
+    return size
 
 
 def require_conv(
@@ -125,6 +178,15 @@ def _require_pair(X: Tensor, C: Tensor, shape: Sequence[str]) -> None:
     require.tensor("C", C)
     require.shape("X", X, shape)
     require.agreement("C", C, "X", X)
+
+
+def _require_like_rows(name: str, tensor: Tensor, X: Tensor, shape: Sequence[int | str], check_finite: bool) -> None:
+    """Raise unless a tensor has this shape, and the dtype and device of X."""
+    require.tensor(name, tensor)
+    require.shape(name, tensor, shape)
+    require.agreement(name, tensor, "X", X)
+    if check_finite:
+        require.finite(name, tensor)
 
 
 def _require_finite(X: Tensor, C: Tensor, check_finite: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base.dtypes import COMPUTE_DTYPES
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
 
 # The formulas of act'' in the extension, in the order of its enumeration `Curvature`.
 FORMULAS = ("none", "silu", "gelu", "gelu_tanh", "softplus", "tanh", "sigmoid", "elu", "hardswish", "gaussian")
@@ -41,6 +42,43 @@ class CpuBackend(Backend):
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
         return torch.ops.s3d_fast.gated_matvec(X, c11, c12, c22, V, bias)
+
+    def depthwise_matvec(
+        self,
+        *,
+        X: Tensor,
+        C: Sequence[Tensor],
+        d: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        stages: Sequence[DepthwiseStage],
+        V: Tensor,
+        bias: bool,
+    ) -> Tensor:
+        (result,) = self.depthwise_matvec_grouped(
+            X=[X], C=[C], d=[d], weight=[weight], stages=[stages], V=[V], bias=[bias]
+        )
+        return result
+
+    def depthwise_matvec_grouped(
+        self,
+        *,
+        X: Sequence[Tensor],
+        C: Sequence[Sequence[Tensor]],
+        d: Sequence[Sequence[Tensor]],
+        weight: Sequence[Sequence[Tensor]],
+        stages: Sequence[Sequence[DepthwiseStage]],
+        V: Sequence[Tensor],
+        bias: Sequence[bool],
+    ) -> list[Tensor]:
+        if not X:
+            return []
+        counts = [len(own) for own in stages]
+        geometry = [number for own in stages for stage in own for number in _numbers(stage)]
+        flat = [list(itertools.chain.from_iterable(of_layers)) for of_layers in (C, d, weight)]
+        return torch.ops.s3d_fast.depthwise_matvec_grouped(X, *flat, counts, geometry, V, bias)
+
+    def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
+        return torch.ops.s3d_fast.depthwise_row_norms(X, d, weight, _numbers(stage), bias)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return torch.ops.s3d_fast.splitting_matrices(X, C, bias)
@@ -96,3 +134,8 @@ class CpuBackend(Backend):
 
 
 CPU = CpuBackend()
+
+
+def _numbers(stage: DepthwiseStage) -> list[int]:
+    """Return a geometry as the extension takes it."""
+    return [*stage.stride, *stage.padding, *stage.dilation]

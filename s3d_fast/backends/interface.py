@@ -16,7 +16,7 @@ from torch import Tensor
 
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
 
 
 class Backend(ABC):
@@ -49,6 +49,38 @@ class Backend(ABC):
     @abstractmethod
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
         """Return S_j v_j for all gated units of one layer; c22 = None is zero."""
+
+    @abstractmethod
+    def depthwise_matvec(
+        self,
+        *,
+        X: Tensor,
+        C: Sequence[Tensor],
+        d: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        stages: Sequence[DepthwiseStage],
+        V: Tensor,
+        bias: bool,
+    ) -> Tensor:
+        """Return S_j v_j for all pointwise filters of a layer that depthwise stages follow."""
+
+    @abstractmethod
+    def depthwise_matvec_grouped(
+        self,
+        *,
+        X: Sequence[Tensor],
+        C: Sequence[Sequence[Tensor]],
+        d: Sequence[Sequence[Tensor]],
+        weight: Sequence[Sequence[Tensor]],
+        stages: Sequence[Sequence[DepthwiseStage]],
+        V: Sequence[Tensor],
+        bias: Sequence[bool],
+    ) -> list[Tensor]:
+        """Return S_j v_j for all filters of many such layers."""
+
+    @abstractmethod
+    def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
+        """Return |J|^2 for the activation behind the first depthwise stage, in the dtype of the computation."""
 
     @abstractmethod
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from s3d_fast.backends.arguments import (
     require_conv,
+    require_depthwise,
     require_edgeconv,
     require_gated,
     require_incoming,
     require_rows,
+    require_stage,
     require_vectors,
 )
 from s3d_fast.backends.choice import choose, unusable
@@ -20,7 +22,7 @@ from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base import dtypes, require
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import Widening
+from s3d_fast.maths.reference import DepthwiseStage, Widening
 
 
 def splitting_matvec(
@@ -112,6 +114,61 @@ def gated_matvec(
     require_gated(X, c11, c12, c22, check_finite)
     require_vectors(V, c11.shape[1], 2 * (X.shape[1] + bias), dtypes.compute_dtype(X.dtype), X.device)
     return choose(backend, X, c11, c12, c22, V).gated_matvec(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
+
+
+def depthwise_matvec(
+    X: Tensor,  # (B H W, D)
+    C: Sequence[Tensor],  # n + 1 times (B, H_i, W_i, M)
+    d: Sequence[Tensor],  # n times (B, H_i, W_i, M)
+    weight: Sequence[Tensor],  # n times (M, kh, kw)
+    V: Tensor,  # (M, D) or (K, M, D); D + 1 in place of D with bias
+    *,
+    stages: Sequence[DepthwiseStage],  # n
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # like V
+    """Return S_j v_j for all filters of a pointwise layer that n depthwise stages follow.
+
+    A stage is a depthwise convolution and an activation. With r_0 = X v:
+    r_(i+1) = dw_i(d_i r_i),  y_n = C_n r_n,  y_i = C_i r_i + d_i dw_i^T(y_(i+1)),  S v = X^T y_0.
+
+    Args:
+        X: the rows of maps of height H and width W, as for `splitting_matvec`.
+        C: g act''(z) of every activation, g being the gradient of the loss with respect to its output. The square of
+            the first BatchNorm's scale is included in C[0].
+        d: act'(z) of every activation but the last. The first BatchNorm's scale is included in d[0].
+        weight: the weight of every depthwise convolution, times the scale of the BatchNorm behind it.
+        stages: the geometry of every depthwise convolution.
+        V, bias, backend, check_finite: as for `splitting_matvec`.
+
+    Raises: as `splitting_matvec`.
+    """
+    require_depthwise(X, C, d, weight, stages, check_finite)
+    require_vectors(V, C[0].shape[3], X.shape[1] + bias, dtypes.compute_dtype(X.dtype), X.device)
+    chosen = choose(backend, X, *C, *d, *weight, V)
+    return chosen.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
+
+
+def depthwise_row_norms(
+    X: Tensor,  # (B H W, D)
+    d: Tensor,  # (B, H, W, M)
+    weight: Tensor,  # (M, kh, kw)
+    *,
+    stage: DepthwiseStage,
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # (B, H', W', M)
+    """Return |J|^2 at every place, where J is the gradient of the second activation's input by the filter.
+
+    J = sum over taps t of w_t d[n + t] x[n + t]. The arguments are the first entries of those of `depthwise_matvec`;
+    the result has the dtype of the computation.
+
+    Raises: as `splitting_matvec`.
+    """
+    require_stage(X, d, weight, stage, check_finite)
+    return choose(backend, X, d, weight).depthwise_row_norms(X=X, d=d, weight=weight, stage=stage, bias=bias)
 
 
 def splitting_matrices(

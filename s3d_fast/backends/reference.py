@@ -12,7 +12,7 @@ from s3d_fast.base.dtypes import compute_dtype
 from s3d_fast.maths import reference
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
 
 
 class ReferenceBackend(Backend):
@@ -36,6 +36,35 @@ class ReferenceBackend(Backend):
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
         return reference.gated_matvec(X, c11, c12, c22, V, bias)
+
+    def depthwise_matvec(
+        self,
+        *,
+        X: Tensor,
+        C: Sequence[Tensor],
+        d: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        stages: Sequence[DepthwiseStage],
+        V: Tensor,
+        bias: bool,
+    ) -> Tensor:
+        return reference.depthwise_matvec(X, C, d, weight, stages, V, bias)
+
+    def depthwise_matvec_grouped(
+        self,
+        *,
+        X: Sequence[Tensor],
+        C: Sequence[Sequence[Tensor]],
+        d: Sequence[Sequence[Tensor]],
+        weight: Sequence[Sequence[Tensor]],
+        stages: Sequence[Sequence[DepthwiseStage]],
+        V: Sequence[Tensor],
+        bias: Sequence[bool],
+    ) -> list[Tensor]:
+        return [reference.depthwise_matvec(*layer) for layer in zip(X, C, d, weight, stages, V, bias, strict=True)]
+
+    def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
+        return reference.depthwise_row_norms(X, d, weight, stage, bias, compute_dtype(X.dtype))
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return reference.splitting_matrices(X, C, bias, compute_dtype(X.dtype))

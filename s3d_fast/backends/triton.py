@@ -23,11 +23,11 @@ from s3d_fast.kernels import (
 )
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming, incoming_edges
-from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
 
 
 class TritonBackend(Backend):
-    """Kernels for NVIDIA and AMD. Dense matrices, convolutions and dense eigenproblems are PyTorch's own."""
+    """Kernels for NVIDIA and AMD. Dense matrices and eigenproblems, and all convolutions, are PyTorch's own."""
 
     name = "triton"
     uses_incoming = True
@@ -52,6 +52,35 @@ class TritonBackend(Backend):
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
         product = gated.gated_matvec if gated.supports(X) else REFERENCE.gated_matvec
         return product(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
+
+    def depthwise_matvec(
+        self,
+        *,
+        X: Tensor,
+        C: Sequence[Tensor],
+        d: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        stages: Sequence[DepthwiseStage],
+        V: Tensor,
+        bias: bool,
+    ) -> Tensor:
+        return REFERENCE.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
+
+    def depthwise_matvec_grouped(
+        self,
+        *,
+        X: Sequence[Tensor],
+        C: Sequence[Sequence[Tensor]],
+        d: Sequence[Sequence[Tensor]],
+        weight: Sequence[Sequence[Tensor]],
+        stages: Sequence[Sequence[DepthwiseStage]],
+        V: Sequence[Tensor],
+        bias: Sequence[bool],
+    ) -> list[Tensor]:
+        return REFERENCE.depthwise_matvec_grouped(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
+
+    def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
+        return REFERENCE.depthwise_row_norms(X=X, d=d, weight=weight, stage=stage, bias=bias)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return REFERENCE.splitting_matrices(X=X, C=C, bias=bias)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv2d_weight
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from s3d_fast.maths.activations import Activation
 
@@ -27,6 +27,25 @@ class ConvGeometry(NamedTuple):
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
+
+
+@dataclass(frozen=True)
+class DepthwiseStage:
+    """The geometry of a depthwise convolution, but for its kernel size; every entry is (vertical, horizontal)."""
+
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+
+    def size(self, maps: Sequence[int], kernel_size: Sequence[int]) -> Pair:
+        """Return the height and width of the result; not positive where the input is too small."""
+        vertical, horizontal = (
+            (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, stride, padding, dilation in zip(
+                maps, kernel_size, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
+        return vertical, horizontal
 
 
 def splitting_matvec(
@@ -66,6 +85,81 @@ def gated_matvec(
     if c22 is not None:
         lower = lower + c22.to(V.dtype) * q
     return torch.cat([upper.mT @ rows, lower.mT @ rows], -1)
+
+
+def depthwise_matvec(
+    X: Tensor,  # (B H W, D), the rows of maps of height H and width W
+    C: Sequence[Tensor],  # n + 1 times (B, H_i, W_i, M); H_0 = H and W_0 = W
+    d: Sequence[Tensor],  # n times (B, H_i, W_i, M), as the first n of C
+    weight: Sequence[Tensor],  # n times (M, kh, kw)
+    stages: Sequence[DepthwiseStage],  # n
+    V: Tensor,  # (..., M, D), or (..., M, D + 1) with bias
+    bias: bool = False,
+) -> Tensor:  # like V
+    """Return S_j v_j for every pointwise filter that n stages of a depthwise convolution and an activation follow.
+
+    r_0 = X v,  r_(i+1) = dw_i(d_i r_i),  y_n = C_n r_n,  y_i = C_i r_i + d_i dw_i^T(y_(i+1)),  S v = X^T y_0. So S is
+    the sum over all n + 1 activations of J_i^T C_i J_i, where J_i is the Jacobian of the activation's input.
+    """
+    if V.numel() == 0 or X.shape[0] == 0:
+        return torch.zeros_like(V)
+    rows = with_ones(X.to(V.dtype)) if bias else X.to(V.dtype)
+    copies, filters = V.shape[:-2].numel(), V.shape[-2]
+
+    def channels_first(maps: Tensor) -> Tensor:
+        return maps.to(V.dtype).movedim(-1, -3)
+
+    r = [channels_first((rows @ V.reshape(copies, filters, -1).mT).reshape(copies, *C[0].shape))]
+    slopes, kernels = [channels_first(d_i) for d_i in d], [w.to(V.dtype).unsqueeze(1) for w in weight]
+    geometries = [(stage.stride, stage.padding, stage.dilation, filters) for stage in stages]
+    for slope, kernel, geometry in zip(slopes, kernels, geometries, strict=True):
+        following = F.conv2d((slope * r[-1]).flatten(0, 1), kernel, None, *geometry)
+        r.append(following.reshape(copies, -1, *following.shape[1:]))
+    y = channels_first(C[-1]) * r[-1]
+    for i in reversed(range(len(stages))):
+        back = conv2d_input(r[i].flatten(0, 1).shape, kernels[i], y.flatten(0, 1), *geometries[i])
+        y = channels_first(C[i]) * r[i] + slopes[i] * back.reshape(r[i].shape)
+    return (y.movedim(2, -1).reshape(copies, -1, filters).mT @ rows).reshape(V.shape)
+
+
+def depthwise_row_norms(
+    X: Tensor,  # (B H W, D)
+    d: Tensor,  # (B, H, W, M)
+    weight: Tensor,  # (M, kh, kw)
+    stage: DepthwiseStage,
+    bias: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # (B, H', W', M)
+    """Return |J|^2 for the activation behind the first depthwise stage, in `dtype` (by default the dtype of X).
+
+    J = sum over taps t of w_t d[n + t] x[n + t], so |J|^2 = sum over t, t' of w_t w_t' d[n + t] d[n + t'] <x[n + t],
+    x[n + t']>: all channels share the products of neighbouring rows. With `bias`, every row is [X[n], 1].
+    """
+    kernel_size, dtype = weight.shape[1:], dtype or X.dtype
+    X, d, weight = X.to(dtype), d.to(dtype), weight.to(dtype)
+    sizes = stage.size(d.shape[1:3], kernel_size)
+    border = [stage.padding[1]] * 2 + [stage.padding[0]] * 2
+    rows = with_ones(X) if bias else X
+    rows = rows.reshape(*d.shape[:3], rows.shape[1])
+
+    def at(maps: Tensor, tap: Pair) -> Tensor:
+        """Return the entries of maps (B, H, W, ...) that a tap meets, zero beyond the border."""
+        padded = F.pad(maps, [0, 0, *border])
+        for axis in (0, 1):
+            places = torch.arange(sizes[axis], device=X.device) * stage.stride[axis] + tap[axis] * stage.dilation[axis]
+            padded = padded.index_select(1 + axis, places)
+        return padded
+
+    taps = [(i, j) for i in range(kernel_size[0]) for j in range(kernel_size[1])]
+    near = [at(rows, tap) for tap in taps]
+    slopes = [weight[:, i, j] * at(d, (i, j)) for i, j in taps]
+    total = torch.zeros_like(slopes[0])
+    for t in range(len(taps)):
+        for s in range(t + 1):
+            product = (near[t] * near[s]).sum(-1, keepdim=True)
+            total += (1 if s == t else 2) * product * slopes[t] * slopes[s]
+    # Rounding must not make a square negative.
+    return total.clamp(min=0)
 
 
 def splitting_matrices(

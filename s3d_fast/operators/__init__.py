@@ -3,6 +3,7 @@
 from s3d_fast.operators.chain import ChainOperator
 from s3d_fast.operators.conv import ConvOperator
 from s3d_fast.operators.dense import DenseOperator
+from s3d_fast.operators.depthwise import DepthwiseOperator
 from s3d_fast.operators.edgeconv import EdgeConvOperator
 from s3d_fast.operators.gated import GatedOperator
 from s3d_fast.operators.operator import Provider, SplittingOperator
@@ -14,6 +15,7 @@ __all__ = [
     "ChainOperator",
     "ConvOperator",
     "DenseOperator",
+    "DepthwiseOperator",
     "EdgeConvOperator",
     "GatedOperator",
     "PointwiseOperator",

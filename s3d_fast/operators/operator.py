@@ -6,16 +6,12 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from s3d_fast.backends.arguments import require_vectors
 from s3d_fast.base import dtypes, require
-
-if TYPE_CHECKING:
-    from s3d_fast.operators.pointwise import PointwiseOperator
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,9 @@ class SplittingOperator(ABC):
         """Add `weight` times the matrices to `matrices`, (M, D, D)."""
         matrices.add_(self.dense(backend), alpha=weight)
 
-    def row_terms(self) -> list[tuple[PointwiseOperator, float]] | None:
-        """Return this operator as a weighted sum of operators on plain rows; None if it is not such a sum."""
-        return None
+    def weighted_terms(self) -> list[tuple[SplittingOperator, float]]:
+        """Return this operator as a weighted sum of operators that are not sums."""
+        return [(self, 1.0)]
 
     def common_part(self) -> Tensor | None:
         """Return the common part of the rows, (D,): their mean in units of their root mean square length.

@@ -42,6 +42,3 @@ class PointwiseOperator(SplittingOperator):
         """Add `weight` times the matrices to `matrices`, (M, D, D), in one pass over the rows."""
         chosen = choose(backend, matrices, self.X, self.C)
         chosen.add_splitting_matrices(S=matrices, X=self.X, C=self.C, bias=self.bias, weight=weight)
-
-    def row_terms(self) -> list[tuple[PointwiseOperator, float]]:
-        return [(self, 1.0)]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from s3d_fast.operators.operator import SplittingOperator
-from s3d_fast.operators.pointwise import PointwiseOperator
 
 
 class SumOperator(SplittingOperator):
@@ -47,14 +46,12 @@ class SumOperator(SplittingOperator):
     def restrict(self, filters: Tensor) -> SumOperator:
         return SumOperator([term.restrict(filters) for term in self.terms], self.weights)
 
-    def row_terms(self) -> list[tuple[PointwiseOperator, float]] | None:
-        found: list[tuple[PointwiseOperator, float]] = []
-        for term, weight in zip(self.terms, self.weights, strict=True):
-            own = term.row_terms()
-            if own is None:
-                return None
-            found += [(rows, weight * factor) for rows, factor in own]
-        return found
+    def weighted_terms(self) -> list[tuple[SplittingOperator, float]]:
+        return [
+            (own, weight * factor)
+            for term, weight in zip(self.terms, self.weights, strict=True)
+            for own, factor in term.weighted_terms()
+        ]
 
     def common_part(self) -> Tensor | None:
         """Return the average common part of the terms, (D,), weighted by |weight|; None if a term has none."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from s3d_fast.backends.choice import choose
+from s3d_fast.operators.depthwise import DepthwiseOperator
 from s3d_fast.operators.operator import Provider, SplittingOperator
 from s3d_fast.operators.pointwise import PointwiseOperator
 
@@ -16,34 +17,54 @@ def matvec_all(
 ) -> list[Tensor]:
     """Return the product of every operator with its own vectors: one step of a solver for all layers.
 
-    All operators on plain rows take one grouped call, and all operators of a provider take one call of it.
+    All operators on plain rows take one grouped call, and so do all that depthwise stages follow. All operators of a
+    provider take one call of it.
     """
     results: list[Tensor | None] = [None] * len(operators)
-    for provider, own in _by_provider(operators).items():
-        products = provider.matvec_all([operators[i] for i in own], [vectors[i] for i in own], backend)
-        for index, product in zip(own, products, strict=True):
-            results[index] = product
-    rows: list[tuple[int, PointwiseOperator, float]] = []
-    for index, (operator, V) in enumerate(zip(operators, vectors, strict=True)):
-        if operator.provider is not None:
-            continue
-        # A shortcut for the usual case: this runs at every step.
-        terms = [(operator, 1.0)] if isinstance(operator, PointwiseOperator) else operator.row_terms()
-        if terms is None:
-            results[index] = operator.matvec(V, backend)
-        else:
-            rows += [(index, term, weight) for term, weight in terms]
-    X, C = [term.X for _, term, _ in rows], [term.C for _, term, _ in rows]
-    V_of_rows = [vectors[index] for index, _, _ in rows]
-    bias = [term.bias for _, term, _ in rows]
-    products = choose(backend, *X, *C, *V_of_rows).splitting_matvec_grouped(X=X, C=C, V=V_of_rows, bias=bias)
-    for (index, _, weight), product in zip(rows, products, strict=True):
+
+    def add(index: int, product: Tensor, weight: float = 1.0) -> None:
         total = results[index]
         if total is None:
             results[index] = product if weight == 1 else product.mul_(weight)
         else:
             total.add_(product, alpha=weight)
+
+    for provider, own in _by_provider(operators).items():
+        products = provider.matvec_all([operators[i] for i in own], [vectors[i] for i in own], backend)
+        for index, product in zip(own, products, strict=True):
+            add(index, product)
+    rows: list[tuple[int, PointwiseOperator, float]] = []
+    stages: list[tuple[int, DepthwiseOperator, float]] = []
+    for index, (operator, V) in enumerate(zip(operators, vectors, strict=True)):
+        if operator.provider is not None:
+            continue
+        for term, weight in operator.weighted_terms():
+            if isinstance(term, PointwiseOperator):
+                rows.append((index, term, weight))
+            elif isinstance(term, DepthwiseOperator):
+                stages.append((index, term, weight))
+            else:
+                add(index, term.matvec(V, backend), weight)
+    products = _rows_together([term for _, term, _ in rows], [vectors[index] for index, _, _ in rows], backend)
+    products += _stages_together([term for _, term, _ in stages], [vectors[index] for index, _, _ in stages], backend)
+    for (index, _, weight), product in zip([*rows, *stages], products, strict=True):
+        add(index, product, weight)
     return [result for result in results if result is not None]
+
+
+def _rows_together(terms: Sequence[PointwiseOperator], vectors: Sequence[Tensor], backend: str) -> list[Tensor]:
+    """Return the products of operators on plain rows, in one call."""
+    X, C, bias = [term.X for term in terms], [term.C for term in terms], [term.bias for term in terms]
+    return choose(backend, *X, *C, *vectors).splitting_matvec_grouped(X=X, C=C, V=vectors, bias=bias)
+
+
+def _stages_together(terms: Sequence[DepthwiseOperator], vectors: Sequence[Tensor], backend: str) -> list[Tensor]:
+    """Return the products of operators that depthwise stages follow, in one call."""
+    C, d, weight = [term.C for term in terms], [term.d for term in terms], [term.weight for term in terms]
+    tensors = [tensor for lists in (C, d, weight) for own in lists for tensor in own]
+    X, bias, stages = [term.X for term in terms], [term.bias for term in terms], [term.stages for term in terms]
+    chosen = choose(backend, *X, *tensors, *vectors)
+    return chosen.depthwise_matvec_grouped(X=X, C=C, d=d, weight=weight, stages=stages, V=vectors, bias=bias)
 
 
 def dense_all(operators: Sequence[SplittingOperator], backend: str = "auto") -> Iterator[Tensor]:

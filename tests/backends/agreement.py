@@ -14,11 +14,13 @@ from s3d_fast.backends import operations
 from s3d_fast.backends.interface import Backend
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import incoming_edges
-from s3d_fast.maths.reference import ConvGeometry, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
 from tests.cases import (
+    DEPTHWISE,
     ENTRY_TOLERANCE,
     TOLERANCE,
     ConvCase,
+    DepthwiseCase,
     EdgeCase,
     RowsCase,
     compute_dtype,
@@ -43,6 +45,19 @@ class Definitions:
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
         return reference.gated_matvec(X, c11, c12, c22, V, bias)
+
+    def depthwise_matvec(
+        self, *, X: Tensor, C: Any, d: Any, weight: Any, stages: Sequence[DepthwiseStage], V: Tensor, bias: bool
+    ) -> Tensor:
+        return reference.depthwise_matvec(X, C, d, weight, stages, V, bias)
+
+    def depthwise_matvec_grouped(
+        self, *, X: Any, C: Any, d: Any, weight: Any, stages: Any, V: Any, bias: Any
+    ) -> list[Tensor]:
+        return [reference.depthwise_matvec(*layer) for layer in zip(X, C, d, weight, stages, V, bias, strict=True)]
+
+    def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
+        return reference.depthwise_row_norms(X, d, weight, stage, bias)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return reference.splitting_matrices(X, C, bias)
@@ -89,6 +104,14 @@ class PublicOperations:
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
         return operations.gated_matvec(X, c11, c12, c22, V, bias=bias, backend=self.backend)
+
+    def depthwise_matvec(
+        self, *, X: Tensor, C: Any, d: Any, weight: Any, stages: Sequence[DepthwiseStage], V: Tensor, bias: bool
+    ) -> Tensor:
+        return operations.depthwise_matvec(X, C, d, weight, V, stages=stages, bias=bias, backend=self.backend)
+
+    def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
+        return operations.depthwise_row_norms(X, d, weight, stage=stage, bias=bias, backend=self.backend)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return operations.splitting_matrices(X, C, bias=bias, backend=self.backend)
@@ -179,7 +202,7 @@ def _turn(expected: Tensor, found: Tensor) -> None:
 def _result_dtypes(name: str, arguments: Mapping[str, Any]) -> list[torch.dtype]:
     if name.endswith("extremes"):
         return [torch.float64] * 2
-    if name == "splitting_matvec_grouped":
+    if name.endswith("_grouped"):
         return [compute_dtype(X.dtype) for X in arguments["X"]]
     if name == "grow_weights":
         return [widening.weight.dtype for widening in arguments["widenings"]]
@@ -214,9 +237,22 @@ def gated_of(case: RowsCase, full: bool = True) -> Arguments:
     return {"X": X, "c11": c11, "c12": c12, "c22": c22 if full else None, "V": V, "bias": case.bias}
 
 
+def depthwise_of(case: DepthwiseCase) -> Arguments:
+    """Return the arguments of `depthwise_matvec`."""
+    X, C, d, weight = case.tensors()
+    stages = [stage for _, stage in case.stages]
+    return {"X": X, "C": C, "d": d, "weight": weight, "stages": stages, "V": case.vectors(), "bias": case.bias}
+
+
+def norms_of(case: DepthwiseCase) -> Arguments:
+    """Return the arguments of `depthwise_row_norms`."""
+    X, _, d, weight = case.tensors()
+    return {"X": X, "d": d[0], "weight": weight[0], "stage": case.stages[0][1], "bias": case.bias}
+
+
 def layers_of(layers: Sequence[Arguments]) -> Arguments:
-    """Return the arguments of `splitting_matvec_grouped`, made of those of every layer."""
-    return {name: [layer[name] for layer in layers] for name in ("X", "C", "V", "bias")}
+    """Return the arguments of a grouped product, made of those of every layer."""
+    return {name: [layer[name] for layer in layers] for name in layers[0]}
 
 
 def edges_of(case: EdgeCase, incoming: bool = False) -> Arguments:
@@ -274,6 +310,9 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     ),
     "gated_matvec": lambda: gated_of(RowsCase(130, 20, 9, bias=True, K=2)),
     "gated_matvec:linear": lambda: gated_of(RowsCase(130, 270, 9), full=False),
+    "depthwise_matvec": lambda: depthwise_of(DEPTHWISE[1]),
+    "depthwise_matvec_grouped": lambda: layers_of([depthwise_of(case) for case in DEPTHWISE[:3]]),
+    "depthwise_row_norms": lambda: norms_of(DEPTHWISE[1]),
     "splitting_matrices": _matrices,
     "add_splitting_matrices": lambda: _sum_of_matrices(False),
     "add_splitting_matrices:transposed": lambda: _sum_of_matrices(True),

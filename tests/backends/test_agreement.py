@@ -28,18 +28,23 @@ from tests.backends.agreement import (
     assert_unchanged,
     changed_by,
     conv_of,
+    depthwise_of,
     edges_of,
     gated_of,
     layers_of,
+    norms_of,
     rows_of,
 )
 from tests.cases import (
     CONVS,
+    DEPTHWISE,
     DTYPES,
     LAYOUTS,
     PAIRWISE_EDGES,
     PAIRWISE_ROWS,
+    SAME,
     ConvCase,
+    DepthwiseCase,
     EdgeCase,
     RowsCase,
     compute_dtype,
@@ -115,6 +120,28 @@ def test_matvec(backend: Backend, case: RowsCase) -> None:
 @pytest.mark.parametrize("case", PAIRWISE_ROWS[::2], ids=str)
 def test_gated_matvec(backend: Backend, case: RowsCase) -> None:
     assert_agrees(backend, "gated_matvec", **gated_of(case, full=case.K != 1))
+
+
+@pytest.mark.parametrize("case", DEPTHWISE, ids=str)
+def test_depthwise(backend: Backend, case: DepthwiseCase) -> None:
+    assert_agrees(backend, "depthwise_matvec", **depthwise_of(case))
+    assert_agrees(backend, "depthwise_row_norms", **norms_of(case))
+
+
+def test_depthwise_layers_of_unequal_sizes_and_dtypes(backend: Backend) -> None:
+    assert_agrees(backend, "depthwise_matvec_grouped", **layers_of([depthwise_of(case) for case in DEPTHWISE]))
+    empty = dict.fromkeys(("X", "C", "d", "weight", "stages", "V", "bias"), ())
+    assert backend.depthwise_matvec_grouped(**empty) == []
+
+
+@plain_and_bias
+@pytest.mark.parametrize("zero", ["B", "D", "M", "K"])
+def test_depthwise_layers_with_a_size_of_zero(backend: Backend, zero: str, bias: bool) -> None:
+    sizes = {name: 0 if name == zero else size for name, size in {"B": 2, "D": 3, "M": 4}.items()}
+    case = DepthwiseCase(H=4, W=5, stages=(((3, 3), SAME),), bias=bias, **sizes)
+    vectors = {"V": random_tensor(0 if zero == "K" else 2, case.M, case.width)}
+    assert_agrees(backend, "depthwise_matvec", **{**depthwise_of(case), **vectors})
+    assert_agrees(backend, "depthwise_row_norms", **norms_of(case))
 
 
 @pytest.mark.parametrize("first", range(CALLS))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import EdgeCase, RowsCase, random_tensor, relative_error
+from tests.cases import DEPTHWISE, SAME, DepthwiseCase, EdgeCase, RowsCase, random_tensor, relative_error
 from tests.extension_cases import IN_PLACE, good_calls, on_meta, tensors_of
 
 _C = pytest.importorskip("s3d_fast._C")
@@ -95,6 +95,19 @@ def _gated() -> tuple[Any, ...]:
     return X, C, C.flip(0), C.flip(1), torch.cat([V, V.flip(-1)], -1), True
 
 
+def _depthwise() -> tuple[Any, ...]:
+    cases = DepthwiseCase(40, 9, 8, 17, 40, (((3, 3), SAME),), torch.float32, K=2), DEPTHWISE[6]
+    X, C, d, weight = (list(of_layers) for of_layers in zip(*(case.tensors() for case in cases), strict=True))
+    flat = [[tensor for own in lists for tensor in own] for lists in (C, d, weight)]
+    geometry = [1, 1, 1, 1, 1, 1, 2, 2, 1, 1, 1, 1]
+    return X, *flat, [1, 1], geometry, [case.vectors() for case in cases], [False, True]
+
+
+def _norms() -> tuple[Any, ...]:
+    X, _, d, weight = DepthwiseCase(40, 9, 8, 17, 40, (((3, 3), SAME),), torch.float32).tensors()
+    return X, d[0], weight[0], [1, 1, 1, 1, 1, 1], True
+
+
 def _edges() -> tuple[Any, ...]:
     case = EdgeCase(4, 130, 17, 5, 40, torch.float32)
     return (*case.won(), case.vectors(), False)
@@ -121,6 +134,8 @@ LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "splitting_matvec": lambda: (*_rows(), True),
     "splitting_matvec_grouped": _lists,
     "gated_matvec": _gated,
+    "depthwise_matvec_grouped": _depthwise,
+    "depthwise_row_norms": _norms,
     "edgeconv_matvec": _edges,
     "splitting_matrices": lambda: (*_rows()[:2], True),
     "curvature_coefficients": _curvature,

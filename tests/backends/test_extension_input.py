@@ -61,6 +61,11 @@ def apart(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
+def change_number(at: int, value: int) -> Change:
+    """Return a change of one number of a list."""
+    return lambda numbers: [*numbers[:at], value, *numbers[at + 1 :]]
+
+
 def to(value: object) -> Change:
     return lambda _: value
 
@@ -75,6 +80,23 @@ SHAPES: list[tuple[str, int, Change]] = [
     ("splitting_matvec_grouped", 3, to([True, True])),
     *(("gated_matvec", position, change) for position in range(5) for change in (narrower, shorter, flatter, deeper)),
     ("gated_matvec", 5, to(False)),
+    *(("depthwise_matvec_grouped", position, shorter) for position in range(8)),
+    *(("depthwise_matvec_grouped", position, first(flatter)) for position in (0, 1, 2, 3, 6)),
+    *(("depthwise_matvec_grouped", position, first(narrower)) for position in (0, 1, 2, 6)),
+    *(("depthwise_matvec_grouped", position, first(shorter)) for position in (0, 1, 2, 3, 6)),
+    *(("depthwise_matvec_grouped", 4, to(stages)) for stages in ([1, 2], [3, 0], [0, 3], [2**62, 1], [-1, 4])),
+    *(
+        ("depthwise_matvec_grouped", 5, change_number(place, value))
+        for place, value in [(0, 0), (2, -1), (4, 0), (0, 1), (3, 2), (5, 2), (1, 2**40), (5, 2**62)]
+    ),
+    ("depthwise_matvec_grouped", 7, to([True, True])),
+    *(("depthwise_row_norms", position, change) for position in (0, 1, 2) for change in (shorter, flatter)),
+    ("depthwise_row_norms", 1, narrower),
+    ("depthwise_row_norms", 3, shorter),
+    *(
+        ("depthwise_row_norms", 3, change_number(place, value))
+        for place, value in [(0, 0), (2, -1), (4, 0), (1, 2**62)]
+    ),
     *(("edgeconv_matvec", position, change) for position in range(4) for change in (narrower, shorter, flatter)),
     ("edgeconv_matvec", 4, to(True)),
     *(("splitting_matrices", position, change) for position in (0, 1) for change in (shorter, flatter, deeper)),
@@ -133,6 +155,7 @@ DTYPES: list[tuple[str, int, Change]] = [
         for name, positions in {
             "splitting_matvec": (0, 1, 2),
             "gated_matvec": (0, 1, 2, 3, 4),
+            "depthwise_row_norms": (0, 1, 2),
             "edgeconv_matvec": (0, 2, 3),
             "splitting_matrices": (0, 1),
             "add_splitting_matrices": (0, 1, 2),
@@ -145,6 +168,7 @@ DTYPES: list[tuple[str, int, Change]] = [
         for change in (Tensor.float, Tensor.half, whole, Tensor.cfloat)
     ),
     *(("splitting_matvec_grouped", position, first(Tensor.float)) for position in (0, 1, 2)),
+    *(("depthwise_matvec_grouped", position, first(Tensor.float)) for position in (0, 1, 2, 3, 6)),
     *(
         ("grow_weights", position, first(change))
         for position in (0, 2, 3, 6)

@@ -14,10 +14,12 @@ from s3d_fast.backends import operations
 from s3d_fast.maths import reference
 from tests.cases import (
     CONVS,
+    DEPTHWISE,
     EDGES,
     ROWS,
     TOLERANCE,
     ConvCase,
+    DepthwiseCase,
     EdgeCase,
     RowsCase,
     compute_dtype,
@@ -141,6 +143,48 @@ def test_gated_splitting_matrix_is_the_curvature_of_a_split(case: RowsCase, batc
     SV = reference.gated_matvec(X, c11, c12, c22, V, case.bias)
 
     assert_is_the_split_hessian((V * SV).sum(-1), split_hessian(layer, theta, V, head_loss))
+
+
+@pytest.mark.parametrize("name", ["silu", "tanh"])
+@with_and_without_batchnorm
+@pytest.mark.parametrize("case", [case for case in DEPTHWISE if case.dtype == torch.float64], ids=str)
+def test_depthwise_splitting_matrix_is_the_curvature_of_a_split(
+    case: DepthwiseCase, batchnorm: bool, name: str
+) -> None:
+    X, _, _, weight = case.tensors()
+    rows = reference.with_ones(X) if case.bias else X
+    theta, V = random_vectors(2, case.M, rows.shape[1])
+    affine, act = Affine(case.M, batchnorm), activation(name)
+    stages = [stage for _, stage in case.stages]
+
+    def chain(parameters: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the inputs and outputs of every activation."""
+        z = [affine(rows @ parameters.T).reshape(case.B, case.H, case.W, case.M)]
+        h = [act(z[0])]
+        for kernel, stage in zip(weight, stages, strict=True):
+            geometry = (stage.stride, stage.padding, stage.dilation, case.M)
+            z.append(affine(F.conv2d(h[-1].movedim(-1, 1), kernel[:, None], None, *geometry).movedim(1, -1)))
+            h.append(act(z[-1]))
+        return z, h
+
+    def loss(h: Tensor) -> Tensor:
+        # Every position counts differently, so that no symmetry between them hides an error.
+        place = torch.linspace(0.5, 1.5, h[0, ..., 0].numel(), dtype=torch.float64).reshape(h.shape[1:3])
+        return head_loss((h * place[..., None]).flatten(0, 2)) + h.sum() + (place[..., None] * h).sum() ** 2
+
+    z, h = chain(theta.clone().requires_grad_())
+    g = torch.autograd.grad(loss(h[-1]), h)
+    z = [one.detach() for one in z]
+    scale = torch.ones(case.M, dtype=torch.float64) if affine.scale is None else affine.scale
+    C = [own * act.second(one) for own, one in zip(g, z, strict=True)]
+    C[0] = C[0] * scale**2
+    d = [act.first(one) for one in z[:-1]]
+    d[0] = d[0] * scale
+    kernels = [scale[:, None, None] * kernel for kernel in weight]
+    SV = reference.depthwise_matvec(X, C, d, kernels, stages, V, case.bias)
+
+    hessian = split_hessian(lambda parameters: chain(parameters)[1][-1], theta, V, loss)
+    assert_is_the_split_hessian((V * SV).sum(-1), hessian)
 
 
 @every_smooth_activation

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from s3d_fast import SplittingOperator
+from s3d_fast import SplittingOperator, SumOperator
+from s3d_fast.backends import operations
 from s3d_fast.maths import reference
-from s3d_fast.operators import GatedOperator, matvec_all
+from s3d_fast.maths.reference import DepthwiseStage
+from s3d_fast.operators import DepthwiseOperator, GatedOperator, matvec_all
 from s3d_fast.operators.streamed import DiskStream, StreamedOperator
-from tests.backends.agreement import gated_of
-from tests.cases import RowsCase, random_tensor, random_vectors, relative_error
+from tests.backends.agreement import depthwise_of, gated_of
+from tests.cases import DEPTHWISE, RowsCase, random_tensor, random_vectors, relative_error
 
 
 def gated(full: bool, bias: bool, dtype: torch.dtype = torch.float64) -> GatedOperator:
@@ -34,9 +38,42 @@ def dense_gated(operator: GatedOperator) -> Tensor:
     return torch.cat([upper, lower], -2)
 
 
+def depthwise(number: int, dtype: torch.dtype = torch.float64) -> DepthwiseOperator:
+    given = depthwise_of(replace(DEPTHWISE[number], dtype=dtype))
+    tensors = [given[name] for name in ("X", "C", "d", "weight")]
+    return DepthwiseOperator(*tensors, stages=given["stages"], bias=given["bias"])
+
+
+def jacobians(operator: DepthwiseOperator) -> list[Tensor]:
+    """Return d z_i / d theta of every activation's input, each (B, H_i, W_i, M, D), by automatic differentiation."""
+    rows = reference.with_ones(operator.X) if operator.bias else operator.X
+
+    def inputs(theta: Tensor) -> tuple[Tensor, ...]:
+        z = [(rows @ theta.T).reshape(operator.C[0].shape).movedim(-1, 1)]
+        for slope, weight, stage in zip(operator.d, operator.weight, operator.stages, strict=True):
+            maps = slope.movedim(-1, 1) * z[-1]
+            geometry = (stage.stride, stage.padding, stage.dilation, len(weight))
+            z.append(torch.nn.functional.conv2d(maps, weight[:, None], None, *geometry))
+        return tuple(maps.movedim(1, -1) for maps in z)
+
+    full = torch.autograd.functional.jacobian(inputs, torch.zeros(operator.shape, dtype=operator.dtype))
+    # A channel depends on its own filter only.
+    return [J.diagonal(dim1=3, dim2=4).movedim(-1, 3) for J in full]
+
+
+def dense_depthwise(operator: DepthwiseOperator) -> Tensor:
+    """Return S = sum_i J_i^T C_i J_i."""
+    terms = zip(operator.C, jacobians(operator), strict=True)
+    return sum(torch.einsum("bhwm,bhwmd,bhwme->mde", C, J, J) for C, J in terms)
+
+
 FORMS: dict[str, tuple[Callable[..., SplittingOperator], Callable[..., Tensor]]] = {
     "gated": (lambda dtype=torch.float64: gated(True, True, dtype), dense_gated),
     "gated-linear": (lambda dtype=torch.float64: gated(False, False, dtype), dense_gated),
+    "depthwise": (lambda dtype=torch.float64: depthwise(0, dtype), dense_depthwise),
+    "depthwise-strided": (lambda dtype=torch.float64: depthwise(1, dtype), dense_depthwise),
+    "depthwise-stages": (lambda dtype=torch.float64: depthwise(2, dtype), dense_depthwise),
+    "depthwise-sparse": (lambda dtype=torch.float64: depthwise(3, dtype), dense_depthwise),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 
@@ -106,6 +143,41 @@ def test_equal_rows_are_the_common_part_of_gated_units() -> None:
     X, C = torch.arange(5.0).repeat(6, 1), torch.ones(6, 2)
     common = GatedOperator(X, C, C, C, bias=True).common_part()
     assert float(common.norm()) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_row_norms_are_those_of_the_second_activations_jacobian(number: int, backend: str) -> None:
+    operator = depthwise(number)
+    given = {"stage": operator.stages[0], "bias": operator.bias, "backend": backend}
+    norms = operations.depthwise_row_norms(operator.X, operator.d[0], operator.weight[0], **given)
+    assert relative_error(norms, jacobians(operator)[1].square().sum(-1)) < 1e-12
+
+
+def test_a_sum_of_batches_is_one_grouped_call() -> None:
+    terms = [depthwise(0), depthwise(0).restrict(torch.tensor([3, 2, 1, 0]))]
+    total = SumOperator(terms, [0.5, -2.0])
+    V = random_vectors(*total.shape)
+    (product,) = matvec_all([total], [V])
+    assert relative_error(product, 0.5 * terms[0].matvec(V) - 2 * terms[1].matvec(V)) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"C": [random_tensor(2, 6, 5, 4)]}, "C must have one entry more than d, weight and stages"),
+        ({"X": random_tensor(59, 3)}, "X must have one row for each place of d"),
+        ({"d": [random_tensor(2, 6, 4, 4)]}, r"d\[0\] must have shape \(2, 6, 5, 4\)"),
+        ({"weight": [random_tensor(3, 3, 3)]}, r"weight\[0\] must have shape \(4, kh, kw\)"),
+        ({"weight": [random_tensor(4, 9, 3)]}, r"weight\[0\] must fit into maps of \(6, 5\)"),
+        ({"stages": [DepthwiseStage((2, 2), (1, 1))]}, r"C\[1\] must have shape \(2, 3, 3, 4\)"),
+        ({"stages": [DepthwiseStage((0, 1))]}, "stride must"),
+    ],
+)
+def test_bad_tensors_of_depthwise_stages_are_refused(change: dict[str, Any], message: str) -> None:
+    given = {name: value for name, value in depthwise_of(DEPTHWISE[0]).items() if name != "V"}
+    with pytest.raises(ValueError, match=message):
+        DepthwiseOperator(**{**given, **change})
 
 
 @pytest.mark.parametrize(
