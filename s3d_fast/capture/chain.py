@@ -6,12 +6,15 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from s3d_fast.backends.operations import depthwise_row_norms
 from s3d_fast.base import require
+from s3d_fast.capture.depthwise import as_maps, channels_last, depthwise_chain, rows_of, scaled, times
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.capture.maxima import top_two
 from s3d_fast.maths.activations import DEFAULT_SHARPNESS, Activation
@@ -187,6 +190,7 @@ class ChainBuilder:
         self.shifted: dict[int, Tensor] = {}  # values that the graph does not show
         self.winners: dict[int, Tensor] = {}
         self.has_ties = False
+        self.depthwise = depthwise_chain(unit)
         self.rays: list[list[Any]] = []
         self.probes: list[list[Any]] = []
 
@@ -366,16 +370,53 @@ class ChainBuilder:
         for link in self.unit.links:
             self._note(link)
             kinked = self._is_kinked(link) or link.kind == "maximum"
-            needed = needed or (kinked and not all(self.is_single[one] for one in link.sources))
+            known = all(self.is_single[one] or self._is_behind_first(one) for one in link.sources)
+            needed = needed or (kinked and not known)
         self.is_single, self.is_direct, self.origins, self.is_first = single, direct, origins, first
         return needed
 
     def _reach(self, source: int) -> Tensor:
         """Return |dz/dtheta| at the result of a call or link."""
         step = self.at[source]
+        if self._is_behind_first(source):
+            return self._reach_behind_first()
         if self.is_single[source]:
             return _root_of_squares([ray[step] for ray in self.rays])
         return _root_of_squares([probe[step] for probe in self.probes]) / math.sqrt(len(self.probes))
+
+    def _is_behind_first(self, source: int) -> bool:
+        """Return whether a value is what the second activation of a depthwise chain reads."""
+        return self.depthwise is not None and source == self.depthwise.numbers[1] and self.rows is not None
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """The rows that the filters of a depthwise chain see."""
+        return rows_of(self.unit, self.values.of(self.unit.filters[0].calls[0].source))
+
+    def scale_of(self, norm: Link | None) -> Tensor | None:
+        """Return the scale of a BatchNorm."""
+        if norm is None:
+            return None
+        return norm_scale(norm.node, self.values.module).to(self.values.of(norm.node).dtype)
+
+    def _reach_behind_first(self) -> Tensor:
+        """Return |dz/dtheta| behind the first depthwise convolution: products of neighbouring rows are shared."""
+        chain = self.depthwise
+        assert chain is not None
+        assert self.rows is not None
+        first = self.steps[self.at[len(self.calls) + self.unit.links.index(chain.curves[0])]]
+        assert isinstance(first, Curve)
+        d = scaled(channels_last(self.tensors[first.first[0]]), self.scale_of(chain.norms[0]))
+        weight = self.values.of(Call(chain.convolutions[0].node)["weight"])
+        squares = depthwise_row_norms(
+            self.rows,
+            d,
+            times(weight, self.scale_of(chain.norms[1])),
+            stage=chain.stages[0],
+            bias=self.unit.filters[0].bias is not None,
+            check_finite=False,
+        )
+        return as_maps(squares).to(d.dtype)
 
     def _bandwidth(self, link: Link, factor: float, like: Tensor) -> Tensor:
         """Return the bandwidth in parameters of every channel, along the axis that holds them."""

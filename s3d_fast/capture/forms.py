@@ -11,11 +11,20 @@ from torch import Tensor, nn
 
 from s3d_fast.backends.operations import unchecked_curvature
 from s3d_fast.capture.chain import ChainBuilder, Curvature, Values, require_same
+from s3d_fast.capture.depthwise import DepthwiseChain, channels_last, scaled, squared, times
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.maths.activations import activation
 from s3d_fast.network.calls import Call, operation, shape
 from s3d_fast.network.graph import FilterCall, Unit
-from s3d_fast.operators import ChainOperator, ConvOperator, GatedOperator, PointwiseOperator, SplittingOperator
+from s3d_fast.operators import (
+    ChainOperator,
+    ConvOperator,
+    DepthwiseOperator,
+    GatedOperator,
+    PointwiseOperator,
+    SplittingOperator,
+)
+from s3d_fast.operators.chain import Curve
 
 
 def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curvature) -> SplittingOperator:
@@ -29,6 +38,8 @@ def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curva
         # Every activation sees multiples of single outputs: all curvature is one coefficient for each of them.
         (C,) = general.curvature_of([torch.ones_like(values.of(unit.filters[0].calls[0].node))])
         return _on_rows(unit, values, C)
+    if builder.depthwise is not None and builder.rows is not None:
+        return _with_stages(unit, values, builder, builder.depthwise)
     if builder.is_pair:
         gated = _gated(unit, values, general)
         if gated is not None:
@@ -56,6 +67,27 @@ def _coefficients_at_once(unit: Unit, values: Values, curvature: Curvature) -> T
     require_same(z, g)
     scale = norm_scale(before[0].node, values.module).to(z.dtype) if before else None
     return unchecked_curvature(g, z, act, scale, last.axis)
+
+
+def _with_stages(unit: Unit, values: Values, builder: ChainBuilder, chain: DepthwiseChain) -> SplittingOperator:
+    """Return the operator of filters that depthwise convolutions and activations follow."""
+    assert builder.rows is not None
+    C, d = [], []
+    for place, link in enumerate(chain.curves):
+        step = builder.steps[builder.at[len(builder.calls) + unit.links.index(link)]]
+        assert isinstance(step, Curve)
+        scale = builder.scale_of(chain.norms[0]) if place == 0 else None
+        found = step.second.get((0, 0))
+        own = channels_last(builder.tensors[found] if found else torch.zeros_like(values.of(link.node)))
+        C.append(squared(own, scale))
+        if place < len(chain.convolutions):
+            d.append(scaled(channels_last(builder.tensors[step.first[0]]), scale))
+    weight = [
+        times(values.of(Call(link.node)["weight"]), builder.scale_of(norm))
+        for link, norm in zip(chain.convolutions, chain.norms[1:], strict=True)
+    ]
+    bias = unit.filters[0].bias is not None
+    return DepthwiseOperator(builder.rows, C, d, weight, stages=chain.stages, bias=bias)
 
 
 def _gated(unit: Unit, values: Values, general: ChainOperator) -> SplittingOperator | None:

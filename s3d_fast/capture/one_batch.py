@@ -92,7 +92,7 @@ class BatchCapture:
             made = unit_operator(unit, values, self.model, self.curvature)
         except ValueError as error:
             raise ValueError(f"unit {unit.name!r}: {error}") from error
-        return made if dtype is None else made.stored_as(dtype)
+        return made if dtype is None else made.in_dtype(dtype)
 
 
 class _Taps(Execution):

@@ -46,7 +46,8 @@ POOLS = frozenset(
 MAXIMA = POOLS | {"aten.amax", "aten.amin", "aten.max", "aten.min"}
 # Results that do not depend on the values of their argument, or whose gradient is cut off.
 CONSTANTS = frozenset(
-    f"aten.{name}" for name in ("zeros_like", "ones_like", "full_like", "fill", "zero", "bernoulli", "empty_like", "detach")
+    f"aten.{name}"
+    for name in ("zeros_like", "ones_like", "full_like", "fill", "zero", "bernoulli", "empty_like", "detach")
 )
 SUMS = frozenset({"aten.add", "aten.sub", "aten.rsub", "aten.neg", "aten.positive"})
 
@@ -107,6 +108,10 @@ class LinkFinder:
         self.curved = set(curved)
         self.regions: dict[fx.Node, tuple[Sequence[fx.Node], Activation] | None] = {}
         self.functions: dict[fx.Node, Activation | None] = {}
+        self.cut: dict[fx.Node, bool] = {}
+        # From last to first: deep graphs must not recurse.
+        for node in reversed(self.order):
+            self.is_cut(node)
 
     def find(self, writers: Sequence[fx.Node], held: Iterable[fx.Node], holds: Holds) -> list[Link]:
         """Return the links between filters and consumers, those with curvature after them or in them.
@@ -126,6 +131,16 @@ class LinkFinder:
         if start not in self.regions:
             self.regions[start] = find_region(start)
         return self.regions[start]
+
+    def is_cut(self, node: fx.Node) -> bool:
+        """Return whether no gradient reaches a call: it is made without, or only such calls use its result."""
+        if node not in self.cut:
+            regions = node.meta.get("regions", ())
+            without = any(kind == "wrap_with_set_grad_enabled" and not settings[0] for kind, settings in regions)
+            users = list(node.users)
+            unused = bool(users) and all(operation(user) in CONSTANTS or self.is_cut(user) for user in users)
+            self.cut[node] = node.op != "output" and (without or unused)
+        return self.cut[node]
 
     def function(self, node: fx.Node) -> Activation | None:
         """Return the function that a call computes of its only tensor."""
@@ -183,7 +198,7 @@ class _Search:
             if node.args[1] == 0:
                 self._alias(node, inputs[0])
             return
-        if name in CONSTANTS or _is_cut(node):
+        if name in CONSTANTS or self.finder.is_cut(node):
             return
         if len(inputs) == 1 and self._region(inputs[0]):
             return
@@ -215,7 +230,9 @@ class _Search:
     def _region(self, start: fx.Node) -> bool:
         """Add the activation of a node if the calls after it compute one; return whether they do."""
         users = [user for user in start.users if _has_value(user)]
-        if len(users) == 1 and (named_activation(users[0]) is not None or users[0] not in self.finder.curved):
+        if len(users) == 1 and (
+            named_activation(users[0]) is not None or not rule_of(operation(users[0])).is_elementwise
+        ):
             return False
         found = self.finder.region(start)
         if found is None or any(one in self.number for one in found[0]):
@@ -332,13 +349,6 @@ class _Search:
                 new[index + self.count] = self.count + len(kept)
                 kept.append(replace(link, sources=tuple(new[one] for one in link.sources), is_last=not leads[index]))
         return kept
-
-
-def _is_cut(node: fx.Node) -> bool:
-    """Return whether a call is made with gradients switched off."""
-    return any(
-        kind == "wrap_with_set_grad_enabled" and not settings[0] for kind, settings in node.meta.get("regions", ())
-    )
 
 
 def _has_value(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -282,7 +283,8 @@ class _Units:
         name = self.layer_name(filters[0].weight)
         if name in taken:
             name = f"{name}[{int(filters[0].rows.min())}:{int(filters[0].rows.max()) + 1}]"
-        norm = next((link for link in links if link.kind == "scale" and link.sources == (0,)), None)
+        before = itertools.takewhile(lambda link: not link.is_curved, links)
+        norm = next((link for link in before if link.kind == "scale"), None)
         acts = [link.activation for link in links if link.activation is not None]
         return Unit(
             name=name,

@@ -94,6 +94,15 @@ class SplittingOperator(ABC):
                 setattr(other, name, value.to(dtype))
         return other
 
+    def in_dtype(self, dtype: torch.dtype) -> SplittingOperator:
+        """Return the operator with all its numbers in another dtype, and the arithmetic that goes with it."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(other, name, value.to(dtype))
+        other.dtype = dtypes.compute_dtype(dtype)
+        return other
+
     @property
     def nbytes(self) -> int:
         """The bytes that the operator holds in memory."""
