@@ -1,11 +1,17 @@
-"""One of several processes that grow a network together: torchrun -m tests.distributed_worker FOLDER STAGE RANK.
+"""Processes that grow a network together.
 
-The process with the given rank dies in phase 1 after the given stage; with the stage "none" all processes finish.
+    torchrun -m tests.distributed_worker grow FOLDER    one of several processes, or a single one
+    python -m tests.distributed_worker deaths FOLDER    every case of DEATHS, in forked processes and separate folders
+
+In every case two processes grow a network until one of them dies, and some processes resume the run. A line for each
+case tells its stage and how both ended.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +27,10 @@ from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.recipes import recipe
 from s3d_fast.recipes.running import Job, run
 from tests import grow_worker
+from tests.forked import launch
+
+# The stage of phase 1 after which a process dies, its rank, and the number of processes that resume.
+DEATHS = (("train", 1, 1), ("capture", 1, 3), ("solve", 0, 2), ("split", 1, 2), ("half-phase", 0, 2))
 
 TINY = recipe("digits").with_settings(
     {
@@ -88,14 +98,36 @@ def grow(folder: Path, world: World) -> list[Phase]:
             weights[f"{len(weights)}/{name}"] = value.clone()
 
     EpochTrainer.__call__ = watched  # type: ignore[method-assign]
-    history = run(Job(TINY, data.digits(), out=folder, device="cpu", world=world), resume=True)
+    try:
+        history = run(Job(TINY, data.digits(), out=folder, device="cpu", world=world), resume=True)
+    finally:
+        EpochTrainer.__call__ = trained  # type: ignore[method-assign]
     save_file(weights, folder / f"rank-{world.rank}.safetensors")
     return history
 
 
-if __name__ == "__main__":
+def grow_in_one_process(folder: Path, stage: str = "none", rank: int = -1) -> None:
+    """Grow as one of the processes of a run; the one with the given rank dies after the given stage of phase 1."""
     torch.set_num_threads(1)
     with joined(torch.device("cpu")) as everyone:
-        if everyone.rank == int(sys.argv[3]):
-            arm(sys.argv[2])
-        grow(Path(sys.argv[1]), everyone)
+        if everyone.rank == rank:
+            arm(stage)
+        grow(folder, everyone)
+
+
+def die_and_resume(folder: Path) -> None:
+    """Run every case of DEATHS, after one whole run in this process, whose folder is called "alone"."""
+    grow_in_one_process(folder / "alone")
+    for stage, rank, ranks_after in DEATHS:
+        died = launch(2, grow_in_one_process, folder / stage, stage, rank)
+        phases = len(list((folder / stage).glob("phase-*.safetensors")))
+        resumed = launch(ranks_after, grow_in_one_process, folder / stage)
+        print(json.dumps({"stage": stage, "died": asdict(died), "phases": phases, "resumed": asdict(resumed)}))
+
+
+if __name__ == "__main__":
+    command, place = sys.argv[1], Path(sys.argv[2])
+    if command == "grow":
+        grow_in_one_process(place)
+    else:
+        die_and_resume(place)

@@ -1,6 +1,6 @@
-"""One of several processes that split and train a network together: torchrun -m tests.shard_worker FOLDER.
+"""Processes that split and train a network together: python -m tests.shard_worker FOLDER.
 
-It runs all cases of its number of processes, because starting processes is slow.
+For each number of processes, forked ones run all its cases: starting processes is slow.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from s3d_fast.growth.checkpoint import optimizer_tensors
 from s3d_fast.growth.record import Epoch
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.models import DGCNN, MobileNetV1
+from tests.forked import launch
 
 # Three processes get 3, 3 and 2 of them.
 BATCHES = 8
@@ -95,11 +96,24 @@ def file(folder: Path, model: str, budget: int, rank: int) -> Path:
     return folder / f"{model}-{budget}-rank-{rank}.safetensors"
 
 
-if __name__ == "__main__":
+def run_cases(folder: Path) -> None:
+    """Run all cases of a number of processes, as one of them; write the results."""
     torch.set_num_threads(1)
     with joined(torch.device("cpu")) as everyone:
         assert everyone.agree(7)
         assert not everyone.agree(everyone.rank)
         for name, budget in CASES[everyone.size]:
             found, chosen = split_and_train(name, everyone, budget)
-            save_file(found, file(Path(sys.argv[1]), name, budget, everyone.rank), metadata={"plan": chosen})
+            save_file(found, file(folder, name, budget, everyone.rank), metadata={"plan": chosen})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # PyTorch imports modules on first use: import them once here instead of once in every child.
+    split_and_train("mobilenet", World(), 0)
+    for ranks in CASES:
+        place = Path(sys.argv[1]) / f"ranks-{ranks}"
+        place.mkdir()
+        ended = launch(ranks, run_cases, place)
+        if ended.report:
+            sys.exit(f"{ranks} processes: {ended.report}")

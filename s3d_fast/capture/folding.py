@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from s3d_fast.network.calls import Call, operation
+from s3d_fast.network.execution import held
 
 
 def module_scale(norm: nn.Module) -> Tensor:
@@ -31,14 +32,17 @@ def _scale(variance: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _value(node: fx.Node, module: nn.Module) -> Any:
     """Return the tensor that the model stores for a node."""
-    value: Any = module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return held(module, str(node.target))
 
 
 def foldable(module: fx.GraphModule) -> dict[str, str]:
     """Return the node name of every convolution that only a BatchNorm reads, with the node name of that BatchNorm."""
+    if "foldable" not in module.meta:
+        module.meta["foldable"] = _foldable(module)
+    return module.meta["foldable"]
+
+
+def _foldable(module: fx.GraphModule) -> dict[str, str]:
     found = {}
     for node in module.graph.nodes:
         users = list(node.users)

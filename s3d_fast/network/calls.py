@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Hashable
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -11,11 +12,26 @@ from torch import Tensor, fx
 
 def operation(node: fx.Node) -> str:
     """Return the name of the called operation, such as "aten.linear" or "operator.getitem"."""
-    schema = getattr(node.target, "_schema", None)
+    return _name(node.target)
+
+
+@cache
+def _name(target: Hashable) -> str:
+    schema = getattr(target, "_schema", None)
     if schema is not None:
         return str(schema.name).replace("::", ".")
-    module = str(getattr(node.target, "__module__", "")).strip("_") or "python"
-    return f"{module}.{getattr(node.target, '__name__', node.target)}"
+    module = str(getattr(target, "__module__", "")).strip("_") or "python"
+    return f"{module}.{getattr(target, '__name__', target)}"
+
+
+@cache
+def _parameters(target: Hashable) -> tuple[tuple[str, Any], ...] | None:
+    """Return the parameters of an operation with their default values; None if it has no schema.
+
+    Reading a schema takes longer than many operations, and `capture` asks in every batch.
+    """
+    schema = getattr(target, "_schema", None)
+    return None if schema is None else tuple((one.name, one.default_value) for one in schema.arguments)
 
 
 def is_tensor(node: object) -> bool:
@@ -69,16 +85,12 @@ class Call:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """All arguments by name; those that were left out have their default values."""
-        schema = getattr(self.node.target, "_schema", None)
-        if schema is None:
-            return dict(self.node.kwargs) | {str(i): arg for i, arg in enumerate(self.node.args)}
-        bound = {}
-        for index, argument in enumerate(schema.arguments):
-            if index < len(self.node.args):
-                bound[argument.name] = self.node.args[index]
-            else:
-                bound[argument.name] = self.node.kwargs.get(argument.name, argument.default_value)
-        return bound
+        parameters, args, kwargs = _parameters(self.node.target), self.node.args, self.node.kwargs
+        if parameters is None:
+            return dict(kwargs) | {str(i): arg for i, arg in enumerate(args)}
+        left_out = parameters[len(args) :]
+        bound = {name: arg for (name, _), arg in zip(parameters, args, strict=False)}
+        return bound | {name: kwargs.get(name, default) for name, default in left_out}
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

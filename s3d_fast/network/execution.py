@@ -23,10 +23,15 @@ class Execution(fx.Interpreter):
     """
 
     def __init__(self, module: fx.GraphModule, model: nn.Module) -> None:
-        super().__init__(module)
+        super().__init__(module, garbage_collect_values=False)
         self.model = model
         # Errors are raised again with our own messages.
         self.extra_traceback = False
+        # Values are freed after their last use, which is the same in every run.
+        self.garbage_collect_values = True
+        if "last_uses" not in module.meta:
+            module.meta["last_uses"] = _last_uses(module.graph)
+        self.user_to_last_uses = module.meta["last_uses"]
 
     def run_node(self, n: fx.Node) -> Any:
         regions = n.meta.get("regions", ())
@@ -46,7 +51,37 @@ class Execution(fx.Interpreter):
         if n.op == "call_function" and operation(n) == "s3d_network.registered":
             arguments, _ = self.fetch_args_kwargs_from_env(n)
             return registered.evaluate(self.model, n, arguments[0])
-        return super().run_node(n)
+        # Without the records for debuggers of `Interpreter.run_node`, which take longer than small operations.
+        arguments, keywords = self.fetch_args_kwargs_from_env(n)
+        return getattr(self, n.op)(n.target, arguments, keywords)
+
+    def fetch_attr(self, target: str) -> Any:
+        """Return a tensor or module that the graph holds."""
+        return held(self.module, target)
+
+
+def held(module: nn.Module, target: str) -> Any:
+    """Return what a graph holds under a name; where that is, is looked up once."""
+    meta: Any = module.meta
+    places: dict[str, tuple[Mapping[str, Any], str]] = meta.setdefault("places", {})
+    if target not in places:
+        path, _, name = target.rpartition(".")
+        owner = module.get_submodule(path)
+        tables = (owner._parameters, owner._buffers, owner._modules, vars(owner))
+        places[target] = (next(table for table in tables if name in table), name)
+    table, name = places[target]
+    return table[name]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return, for every node, the arguments that no later node takes."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        last = [argument for argument in node.all_input_nodes if argument not in seen]
+        seen.update(last)
+        found[node] = last
+    return found
 
 
 def in_order(

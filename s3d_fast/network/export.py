@@ -62,6 +62,7 @@ def exported(
     functions: list[str] = []
     with (
         _quietly(),
+        _without_stack_traces(),
         slow_attention(),
         _explaining(model, arguments, keywords),
         _attributes_kept(model),
@@ -174,6 +175,20 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Record no stack trace for every node, where torch can leave them out: nobody reads them, and they take time."""
+    config: Any = fx.config
+    before = getattr(config, "do_not_emit_stack_traces", None)
+    if before is not None:
+        config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.do_not_emit_stack_traces = before
 
 
 def _tensors(*trees: Any) -> list[Tensor]:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from s3d_fast.backends.operations import grow_weights
@@ -191,14 +190,13 @@ class _Trial:
         self._write(self.values)
 
     def _fails_in_training(self) -> Exception | None:
-        """Return the error of the split model in training mode, if it has one.
+        """Return the error of the split model in training mode, if it has one; buffers are copies and may change.
 
-        Only shapes are computed, so that it costs nothing and leaves buffers alone.
+        The values are computed too: torch's way to compute shapes alone takes longer where there are BatchNorms.
         """
         set_training(self.model, True)
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                self.model(*self.example[0], **self.example[1])
+            self._evaluate(*self.example)
         except Exception as error:
             return error
         finally:

@@ -27,8 +27,9 @@ def trace(model: nn.Module, example_input: Any, *, prove: bool = True) -> Graph:
             like; it stays unchanged.
         example_input: a tensor; a tuple of positional arguments; or a dict of keyword arguments. The first dimension of
             tensors is the batch.
-        prove: check the graph and all units by evaluating the model. It costs at most about four forward passes.
-            Without a proof, `apply_splits` wants an example input to check the split with.
+        prove: check the graph and all units by evaluating the model. It costs about six forward passes, of two or three
+            samples where the model takes so few. Without a proof, `apply_splits` wants an example input to check the
+            split with.
 
     Raises:
         ValueError: the model cannot evaluate example_input, or torch.export cannot follow the model (the message names

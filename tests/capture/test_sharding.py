@@ -6,7 +6,6 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,34 +32,28 @@ def alone(model: str) -> Found:
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that runs the worker once per number of processes and returns the folder of its files."""
-
-    @functools.cache
-    def run(ranks: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run(
-            [*command, "-m", "tests.shard_worker", str(folder)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return folder
-
-    return run
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the worker's results, with one folder for each number of processes."""
+    folder = tmp_path_factory.mktemp("shards")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.shard_worker", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
 
 
 @pytest.fixture
-def found(model: str, ranks: int, budget: int, folder_of: Callable[[int], Path]) -> list[Found]:
+def found(model: str, ranks: int, budget: int, folder: Path) -> list[Found]:
     """Return the results of every rank."""
     results = []
     for rank in range(ranks):
-        path = shard_worker.file(folder_of(ranks), model, budget, rank)
+        path = shard_worker.file(folder / f"ranks-{ranks}", model, budget, rank)
         with safe_open(path, "pt") as file:
             results.append((load_file(path), file.metadata()["plan"]))
     return results

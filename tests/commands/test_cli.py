@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -224,6 +225,7 @@ def jpegs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WIDTHS = (4,) * 14
 
 
+@functools.cache
 def seed_macs() -> int:
     return s3d.count(s3d.trace(recipe("imagenet-mobilenet").network(WIDTHS, 2), torch.zeros(1, 3, 224, 224))).macs
 

@@ -1,0 +1,73 @@
+"""Starts processes as torchrun does, from one that has imported everything: a fork takes no time, an import seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+# Every process that comes from one with this variable inherits it.
+MARK = "S3D_MARK"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How processes ended: torchrun's report, empty if all went well; how long they took; which are still there."""
+
+    report: str
+    seconds: float
+    left: list[str]
+
+
+def launch(ranks: int, function: Callable[..., Any], *arguments: Any) -> Launched:
+    """Run a function in several processes under torchrun's agent, which ends all of them if one dies."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    report, began = "", time.monotonic()
+    try:
+        elastic_launch(config, _patient)(function, *arguments)
+    except ChildFailedError as error:
+        report = str(error)
+    seconds = time.monotonic() - began
+    mark = os.environ.get(MARK)
+    return Launched(report, seconds, [] if mark is None else processes_with(mark, but=os.getpid()))
+
+
+def _patient(function: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function; an error waits, since it may come from another process that died, which is to be seen first."""
+    try:
+        function(*arguments)
+    except Exception:
+        time.sleep(2)
+        raise
+
+
+def processes_with(mark: str, but: int | None = None) -> list[str]:
+    """Return the processes that have the mark in their environment, but for one."""
+
+    def has_mark(entry: Path) -> bool:
+        try:
+            return mark.encode() in entry.read_bytes()
+        except OSError:
+            return False
+
+    found = [entry.parent.name for entry in Path("/proc").glob("[0-9]*/environ") if has_mark(entry)]
+    return [process for process in found if process != str(but)]
