@@ -186,6 +186,8 @@ def plan_capture(
     memory_budget: int | str | None = None,
     *,
     units: Sequence[str] | None = None,
+    curvature: str = "exact",
+    eps: float = 0.01,
     scratch: str | os.PathLike[str] | bool = True,
 ) -> CapturePlan:
     """Return the plan of a capture of `n_batches` batches like this one: what is kept, where, and the expected time.
@@ -198,7 +200,7 @@ def plan_capture(
         n_batches: the number of such batches.
         memory_budget: as for `capture`.
         units: names of the units to capture; all by default.
-        scratch: as for `capture`.
+        curvature, eps, scratch: as for `capture`.
 
     Raises:
         ValueError: an unknown unit, or a budget that is too small for one batch.
@@ -208,9 +210,14 @@ def plan_capture(
     pair = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     if graph.model is None:
         raise ValueError("graph must come from `trace`")
-    capturer = BatchCapture(graph.model, lambda output, target: output.float().square().mean(), graph, Curvature())
+    capturer = BatchCapture(graph.model, _stand_in_loss, graph, Curvature(curvature, eps))
     first = _measured(capturer, pair, _choose(graph, units), n_batches, budget)
     return decide(first.needs, n_batches, budget, first.seconds, scratch)
+
+
+def _stand_in_loss(output: Any, target: Any) -> Tensor:
+    loss: Tensor = output.float().square().mean()
+    return loss
 
 
 class _Keeper:

@@ -19,7 +19,7 @@ from s3d_fast.capture.folding import norm_scale
 from s3d_fast.capture.maxima import top_two
 from s3d_fast.maths.activations import DEFAULT_SHARPNESS, Activation
 from s3d_fast.network.calls import Call, operation
-from s3d_fast.network.graph import FilterCall, Unit, stored_tensors
+from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors
 from s3d_fast.network.links import Link
 from s3d_fast.network.rules import rule_of
 from s3d_fast.operators.chain import (
@@ -105,19 +105,6 @@ def kernel(distance: Tensor, width: Tensor) -> Tensor:
     beta = 1 / torch.where(is_wide, width, 1)
     s = torch.sigmoid(beta * distance)
     return torch.where(is_wide, beta * s * (1 - s), 0)
-
-
-def lengths(unit: Unit, model: nn.Module) -> Tensor:
-    """Return |theta| of every channel of a unit, in float64."""
-    stored = stored_tensors(model)
-    total = torch.zeros(unit.width, dtype=torch.float64)
-    for one in unit.filters:
-        rows = torch.from_numpy(one.rows)
-        weight = stored[one.weight].detach().double().cpu().movedim(one.row_axis, 0)
-        total += weight.flatten(1).square().sum(1)[rows] if weight.dim() > 1 else weight.square()[rows]
-        if one.bias is not None:
-            total += stored[one.bias].detach().double().cpu().square()[rows]
-    return total.sqrt()
 
 
 class Values:
@@ -418,10 +405,14 @@ class ChainBuilder:
         )
         return as_maps(squares).to(d.dtype)
 
+    @cached_property
+    def lengths(self) -> Tensor:
+        """|theta| of every channel."""
+        return filter_lengths(self.unit, self.stored)
+
     def _bandwidth(self, link: Link, factor: float, like: Tensor) -> Tensor:
         """Return the bandwidth in parameters of every channel, along the axis that holds them."""
-        length = lengths(self.unit, self.model)
-        own = self.curvature.bandwidth(length, factor).to(like)
+        own = self.curvature.bandwidth(self.lengths, factor).to(like)
         assert link.channels is not None
         channels = torch.from_numpy(link.channels).to(like.device)
         along = torch.where(channels >= 0, own[channels.clamp(min=0)], 1)

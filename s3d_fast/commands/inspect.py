@@ -111,7 +111,8 @@ def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: a
     dataset = load_dataset(recipe, options)
     seed_all(0)
     batches = SplitData(recipe, first(dataset.train, recipe.train_samples), model).batches()
-    operators = capture(model, make_loss(recipe), batches, graph, memory_budget=recipe.memory_budget, progress=True)
+    options_of_capture = {"curvature": recipe.curvature, "eps": recipe.eps, "memory_budget": recipe.memory_budget}
+    operators = capture(model, make_loss(recipe), batches, graph, progress=True, **options_of_capture)
     spectra = extremal_eigenpairs(operators, tol=recipe.tol, solver="auto")
     ends = {name: (spectrum.lambda_min.numpy(), spectrum.lambda_max.numpy()) for name, spectrum in spectra.items()}
     return ends, f"{len(batches) * recipe.split_batch} training samples"

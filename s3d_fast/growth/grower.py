@@ -54,6 +54,7 @@ class Grower:
         trained: whether the model is already trained; the first phase then begins with its evaluation.
         evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
         eps: the size of a split.
+        curvature: as for `capture`.
         selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
             phase and the graph that returns them.
         solver: options for `extremal_eigenpairs`, such as dict(tol=1e-2).
@@ -87,6 +88,7 @@ class Grower:
         trained: bool = False,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         eps: float = 0.01,
+        curvature: str = "exact",
         selection: Options | Callable[[int, Graph], Options] | None = None,
         solver: Options | None = None,
         memory_budget: int | str | None = None,
@@ -102,7 +104,7 @@ class Grower:
         require.count("seed", seed, at_least=0)
         self.model, self.example_input, self.phases = model, example_input, phases
         self.train, self.trained, self.evaluate = train, trained, evaluate
-        self.loss_fn, self.batches, self.eps = loss_fn, batches, eps
+        self.loss_fn, self.batches, self.eps, self.curvature = loss_fn, batches, eps, curvature
         self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection
         self.solver = {"tol": 1e-2} if solver is None else dict(solver)
         self.memory_budget, self.units, self.plan = memory_budget, units, plan
@@ -223,6 +225,7 @@ class Grower:
             loss_fn=self.loss_fn,
             batches=self.batches,
             eps=self.eps,
+            curvature=self.curvature,
             selection=self.selection,
             solver=self.solver,
             memory_budget=self.memory_budget,
@@ -240,6 +243,7 @@ class Grower:
             "trained": self.trained,
             "solver": self.solver,
             "eps": self.eps,
+            "curvature": self.curvature,
             "seed": self.seed,
             "units": self.units,
             "optimizer": type(self.optimizer).__name__,
@@ -275,7 +279,8 @@ class Grower:
 
     def _restore(self, path: Path) -> None:
         tensors, record = checkpoint.read(path)
-        if record["settings"] != self._settings():
+        # Runs that do not say so had the paper's curvature.
+        if {"curvature": "paper"} | record["settings"] != self._settings():
             raise ValueError(
                 f"out: {path.parent} holds a run with other settings: {record['settings']}; "
                 f"this one has {self._settings()}"

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from s3d_fast.base import byte_counts, require
+from s3d_fast.base import byte_counts
 from s3d_fast.base.batches import are_the_same
 from s3d_fast.base.losses import checked_loss
 from s3d_fast.base.world import World
 from s3d_fast.capture.all_batches import capture
+from s3d_fast.capture.chain import Curvature
 from s3d_fast.capture.sharding import of_all_processes
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.run_folder import RunFolder
@@ -38,6 +39,7 @@ class SplitStep:
     loss_fn: Callable[[Any, Any], Tensor]
     batches: Sequence[Any] | Callable[[int], Iterable[Any]]
     eps: float
+    curvature: str
     selection: Options | Callable[[int, Graph], Options]
     solver: Options
     memory_budget: int | str | None
@@ -48,7 +50,7 @@ class SplitStep:
 
     def check(self, graph: Graph) -> None:
         """Raise ValueError or TypeError on bad options, before any training rather than after it."""
-        require.positive("eps", self.eps)
+        Curvature(self.curvature, self.eps)
         if self.memory_budget is not None:
             byte_counts.as_bytes("memory_budget", self.memory_budget)
         for name in self.units or ():
@@ -105,6 +107,8 @@ class SplitStep:
                 batches,
                 graph,
                 units=self.units,
+                curvature=self.curvature,
+                eps=self.eps,
                 memory_budget=self.memory_budget,
                 progress=self.progress,
             )

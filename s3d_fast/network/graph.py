@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx, nn
 
 from s3d_fast.base.tables import text_table
@@ -284,6 +285,18 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+
+
+def filter_lengths(unit: Unit, stored: Mapping[str, Tensor]) -> Tensor:
+    """Return |theta| of every channel of a unit in float64, from a model's `stored_tensors`."""
+    total = torch.zeros(unit.width, dtype=torch.float64)
+    for one in unit.filters:
+        rows = torch.from_numpy(one.rows)
+        weight = stored[one.weight].detach().double().cpu().movedim(one.row_axis, 0)
+        total += weight.reshape(len(weight), -1).square().sum(1)[rows]
+        if one.bias is not None:
+            total += stored[one.bias].detach().double().cpu().square()[rows]
+    return total.sqrt()
 
 
 Holder = tuple[dict[str, Any], str, nn.Module]

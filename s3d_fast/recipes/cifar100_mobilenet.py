@@ -43,6 +43,7 @@ PAPER = Recipe(
     decay_at=(0.5, 0.75),
     decay=0.1,
     eps=0.01,
+    curvature="paper",
     m=2,
     c=1.3,
     fraction=0.35,
@@ -53,6 +54,7 @@ PAPER = Recipe(
 CPU = replace(
     PAPER,
     network=small,
+    curvature="exact",
     full_widths=(32, 64, 128, 128, 256, 256, 512, 512),
     widths=(16,) * 8,
     steps=4,

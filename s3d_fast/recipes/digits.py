@@ -34,10 +34,11 @@ PAPER = Recipe(
     weight_decay=1e-4,
     schedule="cosine",
     eps=0.01,
+    curvature="paper",
     m=2,
     c=1.3,
     fraction=0.35,
     split_samples=512,
     split_batch=128,
 )
-CPU = replace(PAPER, steps=4, epochs=8)
+CPU = replace(PAPER, curvature="exact", steps=4, epochs=8)

@@ -40,6 +40,7 @@ PAPER = Recipe(
     warmup=5,
     label_smoothing=0.1,
     eps=0.01,
+    curvature="paper",
     m=2,
     c=1.3,
     macs=(82_000_000, 140_000_000, 291_000_000, 558_000_000),
@@ -51,6 +52,7 @@ PAPER = Recipe(
 CPU = replace(
     PAPER,
     data_options={"size": 64},
+    curvature="exact",
     widths=(8,) * 14,
     steps=2,
     epochs=4,

@@ -42,6 +42,7 @@ PAPER = Recipe(
     # As in the DGCNN that the paper follows.
     label_smoothing=0.2,
     eps=0.01,
+    curvature="paper",
     m=2,
     c=1.3,
     # Splitting 40% of the filters into two copies adds 40% more filters.
@@ -50,4 +51,13 @@ PAPER = Recipe(
     split_samples=1024,
     split_batch=32,
 )
-CPU = replace(PAPER, network=small, data_options={"points": 128}, steps=2, epochs=3, split_samples=256, split_batch=32)
+CPU = replace(
+    PAPER,
+    network=small,
+    data_options={"points": 128},
+    curvature="exact",
+    steps=2,
+    epochs=3,
+    split_samples=256,
+    split_batch=32,
+)

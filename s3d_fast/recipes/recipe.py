@@ -100,6 +100,11 @@ class Recipe:
     )
     label_smoothing: float = _setting("label smoothing of the training loss", require.below_one, 0.0)
     eps: float = _setting("size of a split", require.positive, 0.01)
+    curvature: str = _setting(
+        "curvature of the splitting matrix: exact, or paper (first activation alone)",
+        _one_of("exact", "paper"),
+        "exact",
+    )
     m: int = _setting("copies that a neuron is split into: 2, 3 or 4", _require_copies, 2)
     c: float = _setting("bound on the sum of the absolute weights of the copies; 1 is S2D", _require_bound, 1.3)
     fraction: float | None = _setting("share of the filters to split per step", require.share)

@@ -226,6 +226,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
     )
     arguments: dict[str, Any] = {
         "eps": recipe.eps,
+        "curvature": recipe.curvature,
         "solver": {"tol": recipe.tol, "solver": "auto"},
         "memory_budget": recipe.memory_budget,
         "evaluate": lambda trained: evaluate(trained, test, last, world),
@@ -373,9 +374,10 @@ def _fixed(value: Any) -> Any:
     """Return the part of a value that must not change when a run resumes.
 
     The number of steps, the memory budget and the batch size for splitting may change. A setting that an older version
-    did not have counts as None.
+    did not have counts as None; its curvature was the paper's.
     """
     if not isinstance(value, Mapping):
         return value
     free = ("steps", "memory_budget", "split_batch")
-    return {name: setting for name, setting in value.items() if name not in free and setting is not None}
+    kept = {name: setting for name, setting in value.items() if name not in free and setting is not None}
+    return {name: setting for name, setting in kept.items() if (name, setting) != ("curvature", "paper")}

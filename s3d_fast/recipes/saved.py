@@ -32,5 +32,5 @@ def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
 
 
 def recipe_of(about: dict[str, Any]) -> recipes.Recipe:
-    """Return the recipe of a run, with its settings."""
-    return recipes.recipe(about["recipe"], about["preset"]).with_settings(about["settings"])
+    """Return the recipe of a run, with its settings; a run that does not say so had the paper's curvature."""
+    return recipes.recipe(about["recipe"], about["preset"]).with_settings({"curvature": "paper"} | about["settings"])

@@ -81,7 +81,15 @@ class SplitData:
             (batch,) = OnDevice(self.train.sample(size, size), self._device, self.recipe.channels_last)
         graph = trace(self.model, batch[0][:2])
         units = [unit for unit in graph.units if self.recipe.may_split(unit)]
-        return plan_capture(graph, batch, batches, self.recipe.memory_budget, units=units)
+        return plan_capture(
+            graph,
+            batch,
+            batches,
+            self.recipe.memory_budget,
+            units=units,
+            curvature=self.recipe.curvature,
+            eps=self.recipe.eps,
+        )
 
     def _affordable(self, epoch_seconds: float | None) -> int:
         """Return how many batches fit into the recipe's share of an epoch's time."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from s3d_fast.base.tables import text_table
 from s3d_fast.network import costs
-from s3d_fast.network.graph import Graph
+from s3d_fast.network.graph import Graph, filter_lengths, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,19 @@ class SplitPlan:
     def predicted_change(self, eps: float) -> float:
         """Return the predicted change of the loss for a step of size eps."""
         return eps * eps / 2 * self.gain
+
+    def relative_to(self, model: nn.Module) -> SplitPlan:
+        """Return the plan with every split in units of its filter's length: a step eps moves a filter by eps |theta|.
+
+        Capture with `relative=True` for such steps. The predicted change of the loss is that of the scaled splits.
+        """
+        stored = stored_tensors(model)
+        lengths = {name: filter_lengths(self.graph.units[name], stored) for name in self.by_unit()}
+        splits = []
+        for split in self.splits:
+            length = float(lengths[split.unit][split.neuron])
+            splits.append(replace(split, offsets=split.offsets * length, gain=split.gain * length * length))
+        return replace(self, splits=splits)
 
     def by_unit(self) -> dict[str, list[NeuronSplit]]:
         """Return the splits by unit, in the order of the graph; units without splits are left out."""

@@ -1,0 +1,79 @@
+"""S of every kind of chain is the second derivative of the grown network's loss, and fused forms are the definition."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import s3d_fast as s3d
+from s3d_fast.capture import forms, one_batch
+from s3d_fast.operators import SplittingOperator
+from tests.chain_cases import CASES, ChainCase
+from tests.model_cases import squared_error
+
+
+def second_derivative(
+    model: nn.Module, graph: s3d.Graph, unit: str, V: Tensor, loss: Callable[[Callable[[Tensor], Any]], Tensor]
+) -> float:
+    """Return d^2 loss / d eps^2 at 0 if every filter j of a unit becomes two halves theta +- eps v_j.
+
+    The network is really grown. Its parameters are linear in eps, so automatic differentiation gives the rest.
+    """
+    halves = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    plan = s3d.SplitPlan(graph, [s3d.NeuronSplit(unit, j, halves, torch.stack([v, -v]), 0.0) for j, v in enumerate(V)])
+    grown, moved = copy.deepcopy(model), copy.deepcopy(model)
+    s3d.apply_splits(grown, plan, eps=0.0)
+    s3d.apply_splits(moved, plan, eps=1.0)
+    state = {name: tensor.detach() for name, tensor in grown.state_dict().items()}
+    step = {name: tensor.detach() - state[name] for name, tensor in moved.state_dict().items()}
+    eps = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    parameters = dict(grown.named_parameters())
+    at = {name: value + eps * step[name] if name in parameters else value for name, value in state.items()}
+    value = loss(lambda x: functional_call(grown, at, (x,)))
+    (first,) = torch.autograd.grad(value, eps, create_graph=True)
+    (second,) = torch.autograd.grad(first, eps)
+    return float(second)
+
+
+def captured(
+    case: ChainCase, act: Callable[[], nn.Module] = nn.SiLU, **options: Any
+) -> tuple[nn.Module, s3d.Graph, s3d.Captured, Tensor, Tensor]:
+    model, x = case.model(act), case.inputs()
+    graph = s3d.trace(model, x)
+    target = torch.randn(model(x).shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    return model, graph, s3d.capture(model, squared_error, [(x, target)], graph, **options), x, target
+
+
+def vectors(operator: SplittingOperator, seed: int = 3) -> Tensor:
+    return torch.randn(operator.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_smooth_chain_has_the_second_derivative_of_the_grown_network(case: ChainCase) -> None:
+    model, graph, operators, x, target = captured(case)
+    assert {name: type(operator).__name__ for name, operator in operators.items()} == case.operators
+    for name, operator in operators.items():
+        V = vectors(operator)
+        forms_of = (V * operator.matvec(V)).sum(-1)
+        wanted = second_derivative(model, graph, name, V, lambda f: squared_error(f(x), target))
+        assert abs(wanted - float(forms_of.sum())) <= 1e-8 * float(forms_of.abs().sum()), name
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.ReLU, nn.Hardswish, nn.PReLU, lambda: nn.LeakyReLU(0.2), nn.ReLU6])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fused_forms_are_the_definition(
+    case: ChainCase, act: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, fused, _, _ = captured(case, act)
+    monkeypatch.setattr(one_batch, "unit_operator", lambda *given: forms.ChainBuilder(*given).operator())
+    _, _, defined, _, _ = captured(case, act)
+    for name, operator in fused.items():
+        assert type(defined[name]).__name__ == "ChainOperator"
+        V = vectors(operator)
+        torch.testing.assert_close(operator.matvec(V), defined[name].matvec(V), rtol=1e-10, atol=1e-12)
