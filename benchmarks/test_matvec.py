@@ -18,12 +18,13 @@ from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import incoming_edges
 from s3d_fast.maths.reference import DepthwiseStage
 from s3d_fast.models.mobilenet import STRIDES
-from tests.backends.agreement import depthwise_of, layers_of, norms_of
+from tests.backends.agreement import depthwise_of, edges_of, layers_of, norms_of, tied_of
 from tests.cases import (
     LARGE_EDGES,
     LARGE_ROWS,
     NETWORKS,
     TOLERANCE,
+    ConvCase,
     DepthwiseCase,
     EdgeCase,
     RowsCase,
@@ -35,6 +36,10 @@ from tests.cases import (
 # torch.compile emits warnings about its own code.
 pytestmark = pytest.mark.filterwarnings("default")
 
+LARGE_CONVS = [
+    ConvCase(32, channels, size, size, channels, k=(3, 3), p=(1, 1), dtype=torch.float32)
+    for channels, size in ((32, 32), (64, 16))
+]
 AIMS = {32: (2.0, 0.50), 64: (1.8, 0.65), 128: (1.3, 0.80), 256: (1.3, 0.80), 512: (1.3, 0.80)}
 
 
@@ -202,6 +207,41 @@ def test_edgeconv_matvec(benchmark: BenchmarkFixture, case: EdgeCase) -> None:
     assert relative_error(ours(), reference.edgeconv_matvec(X, winner, C, V)) <= TOLERANCE[case.dtype]
     work = 8 * case.B * case.P * case.F * case.M
     compare(benchmark, ours, others, limits=[matmul_peak()], work=work, aims=aims, rounds=9)
+
+
+@pytest.mark.parametrize("sloped", [False, True], ids=["plain", "sloped"])
+@pytest.mark.parametrize("case", LARGE_EDGES, ids=str)
+def test_edgeconv_ties(benchmark: BenchmarkFixture, case: EdgeCase, sloped: bool) -> None:
+    benchmark.group = "EdgeConv S v with ties"
+    given = to_device(edges_of(case, incoming=not ON_CPU, ties="sloped" if sloped else "plain"))
+    chosen = choose(BACKEND)
+
+    def ours() -> torch.Tensor:
+        return chosen.edgeconv_matvec(**given)
+
+    expected = choose("reference").edgeconv_matvec(**given)
+    assert relative_error(ours(), expected) <= TOLERANCE[case.dtype]
+    others = {
+        "reference": lambda: choose("reference").edgeconv_matvec(**given),
+        "S v without ties": lambda: chosen.edgeconv_matvec(**{**given, "ties": None}),
+    }
+    compare(benchmark, ours, others, aims={} if sloped else {"S v without ties": 1 / 1.3}, rounds=9)
+
+
+@pytest.mark.parametrize("case", LARGE_CONVS, ids=str)
+def test_tied_matvec(benchmark: BenchmarkFixture, case: ConvCase) -> None:
+    benchmark.group = "S v of a convolution with ties"
+    # One tie for each window of a 2 x 2 MaxPool.
+    given = to_device(tied_of(case, False, case.H * case.W // 4))
+    conv = {name: value for name, value in given.items() if name != "ties"}
+    chosen = choose(BACKEND)
+    expected = choose("reference").tied_matvec(**given)
+    assert relative_error(chosen.tied_matvec(**given), expected) <= TOLERANCE[case.dtype]
+    others = {
+        "reference": lambda: choose("reference").tied_matvec(**given),
+        "S v without ties": lambda: chosen.conv_matvec(**conv),
+    }
+    compare(benchmark, lambda: chosen.tied_matvec(**given), others, aims={"S v without ties": 1 / 1.3}, rounds=9)
 
 
 def test_splitting_matrices(benchmark: BenchmarkFixture) -> None:

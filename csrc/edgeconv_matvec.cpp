@@ -3,6 +3,9 @@
 // The row of point i and filter j is its winning edge [x_w - x_i, x_i]. With v = [a, b],
 //     u = a.x_w + (b - a).x_i,  t = C u,  S v = [sum_i t (x_w - x_i), sum_i t x_i].
 // These are products over points, a gather and a scatter. A task takes one panel of filters and a slice of the clouds.
+//
+// Where a runner-up r nearly ties with the winner, K e e^T is added with e = d1 edge(w) - d2 edge(r). That takes one
+// more gather and scatter, and no further product.
 #include <memory>
 
 #include "checks.h"
@@ -16,11 +19,17 @@ namespace {
 constexpr int64_t tile_rows = 96;
 constexpr int64_t tasks_per_thread = 8;
 
+// The optional arguments for ties: runner and K, or all four.
+struct TieTensors {
+    std::optional<at::Tensor> runner, K, d1, d2;
+};
+
 template <typename T>
 class EdgeConvProduct {
  public:
-    EdgeConvProduct(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V, bool bias,
-                    const at::Tensor& out)
+    // The last dimension of `winner` and of `ties.runner` is contiguous.
+    EdgeConvProduct(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const TieTensors& ties,
+                    const at::Tensor& V, bool bias, const at::Tensor& out)
         : kernel_(kernels<T>()),
           X_(X),
           C_(C),
@@ -36,14 +45,24 @@ class EdgeConvProduct {
           panels_(V.dim() == 3 ? V.size(0) : 1, V.size(-2), kernel_.width),
           sums_size_((2 * features_ + 1) * panels_.width),
           slices_(std::clamp<int64_t>(ceil_div(at::get_num_threads() * tasks_per_thread, panels_.size()), 1, clouds_)),
-          partials_(new T[slices_ * panels_.size() * sums_size_]) {}
+          partials_(new T[slices_ * panels_.size() * sums_size_]) {
+        if (!ties.runner) return;
+        runner_ = ties.runner->const_data_ptr<int64_t>();
+        runner_strides_[0] = ties.runner->stride(0);
+        runner_strides_[1] = ties.runner->stride(1);
+        for (const auto& tensor : {ties.K, ties.d1, ties.d2}) {
+            if (!tensor) continue;
+            tie_coefficients_.emplace_back(*tensor);
+            tie_strides_.push_back(tensor->stride(0));
+        }
+    }
 
     void run() {
         std::atomic<bool> in_range{true};
         run_tasks(slices_ * panels_.size(), [&](int64_t task) {
             if (!run_task(task % slices_, task / slices_)) in_range = false;
         });
-        TORCH_CHECK_INDEX(in_range, "winner must lie in [0, ", points_, ")");
+        TORCH_CHECK_INDEX(in_range, runner_ ? "winner and runner" : "winner", " must lie in [0, ", points_, ")");
         run_tasks(panels_.size(), [&](int64_t panel) {
             const PanelPlace place = panels_[panel];
             const int64_t depth = 2 * features_ + bias_;
@@ -61,7 +80,7 @@ class EdgeConvProduct {
 
         Scratch& scratch = Scratch::of_thread();
         scratch.reset(2 * Scratch::bytes_for<T>(features_ * width) + 2 * Scratch::bytes_for<T>(points_ * width) +
-                      2 * Scratch::bytes_for<T>(tile) + Scratch::bytes_for<T>(any_cloud.scratch(tile_rows)) +
+                      5 * Scratch::bytes_for<T>(tile) + Scratch::bytes_for<T>(any_cloud.scratch(tile_rows)) +
                       Scratch::bytes_for<T>(tile_rows) + Scratch::bytes_for<T>(width));
         T* a = scratch.take<T>(features_ * width);
         T* b_less_a = scratch.take<T>(features_ * width);
@@ -69,6 +88,7 @@ class EdgeConvProduct {
         T* received = scratch.take<T>(points_ * width);   // sum of t over the edges that a point wins, minus its own t
         T* t = scratch.take<T>(tile);
         T* c_copy = scratch.take<T>(tile);
+        T* tie_copies[3] = {scratch.take<T>(tile), scratch.take<T>(tile), scratch.take<T>(tile)};
         T* x_copy = scratch.take<T>(any_cloud.scratch(tile_rows));
         T* ones = scratch.take<T>(tile_rows);
         T* offset = scratch.take<T>(width);
@@ -101,8 +121,10 @@ class EdgeConvProduct {
                 const T* x = X.get(row, rows, x_copy);
                 kernel_.project(x, X.stride(), rows, features_, b_less_a, nullptr, 0, t);
                 const CoefficientTile<T> c(C, row, rows, place, width, c_copy);
+                const Ties<T> ties = ties_of(cloud, row, rows, place, tie_copies);
                 if (!kernel_.exchange(winner + row * winner_strides_[1], winner_strides_[1], row, rows, points_,
-                                      place.count, c.data, c.stride, offset, projected, received, t)) {
+                                      place.count, c.data, c.stride, runner_ ? &ties : nullptr, offset, projected,
+                                      received, t)) {
                     return false;
                 }
                 kernel_.accumulate(x, X.stride(), rows, features_, t, sums_b);
@@ -117,6 +139,22 @@ class EdgeConvProduct {
         return true;
     }
 
+    Ties<T> ties_of(int64_t cloud, int64_t row, int64_t rows, const PanelPlace& place, T** copies) const {
+        Ties<T> ties{};
+        if (!runner_) return ties;
+        ties.runner = runner_ + cloud * runner_strides_[0] + row * runner_strides_[1] + place.first;
+        ties.runner_stride = runner_strides_[1];
+        const T** data[] = {&ties.K, &ties.d1, &ties.d2};
+        int64_t* strides[] = {&ties.k_stride, &ties.d1_stride, &ties.d2_stride};
+        for (size_t i = 0; i < tie_coefficients_.size(); ++i) {
+            const Matrix<T> own = tie_coefficients_[i].shifted(cloud * tie_strides_[i]);
+            const CoefficientTile<T> tile(own, row, rows, place, panels_.width, copies[i]);
+            *data[i] = tile.data;
+            *strides[i] = tile.stride;
+        }
+        return ties;
+    }
+
     const Kernels<T>& kernel_;
     const Matrix<T> X_, C_;  // of the first cloud
     const Vectors<T> V_;
@@ -128,34 +166,61 @@ class EdgeConvProduct {
     const PanelGrid panels_;
     const int64_t sums_size_, slices_;
     const std::unique_ptr<T[]> partials_;  // (slices, panels, 2 features + 1, width)
+    const int64_t* runner_ = nullptr;
+    int64_t runner_strides_[2];
+    std::vector<Matrix<T>> tie_coefficients_;  // K, or K, d1 and d2, of the first cloud
+    std::vector<int64_t> tie_strides_;         // between clouds
 };
 
+using OptionalTensor = std::optional<at::Tensor>;
+
+void check_index(const char* name, const at::Tensor& index, const at::Tensor& C) {
+    check_dtype(name, index, at::kLong);
+    TORCH_CHECK_VALUE(index.sizes() == C.sizes(), name, " must have shape ", C.sizes(), ", got ", index.sizes());
+    check_device(name, index, C);
+}
+
 at::Tensor edgeconv_matvec_meta(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
-                                bool bias) {
+                                bool bias, const OptionalTensor& runner, const OptionalTensor& K,
+                                const OptionalTensor& d1, const OptionalTensor& d2) {
     check_compute_dtype("V", V);
     check_storage("X", X, V);
     check_storage("C", C, V);
     TORCH_CHECK_VALUE(X.dim() == 3, "X must have shape (B, P, F), got ", X.sizes());
     TORCH_CHECK_VALUE(C.dim() == 3 && C.size(0) == X.size(0) && C.size(1) == X.size(1), "C must have shape (",
                       X.size(0), ", ", X.size(1), ", M), got ", C.sizes());
-    check_dtype("winner", winner, at::kLong);
-    TORCH_CHECK_VALUE(winner.sizes() == C.sizes(), "winner must have shape ", C.sizes(), ", got ", winner.sizes());
-    check_device("winner", winner, X);
+    check_index("winner", winner, C);
+    TORCH_CHECK_VALUE(runner.has_value() == K.has_value() && d1.has_value() == d2.has_value() && (K || !d1),
+                      "runner and K must be given together, and d1 and d2 with both of them");
+    if (runner) check_index("runner", *runner, C);
+    const std::pair<const char*, const OptionalTensor*> coefficients[] = {{"K", &K}, {"d1", &d1}, {"d2", &d2}};
+    for (const auto& [name, tensor] : coefficients) {
+        if (!*tensor) continue;
+        check_storage(name, **tensor, V);
+        TORCH_CHECK_VALUE((*tensor)->sizes() == C.sizes(), name, " must have shape ", C.sizes(), ", got ",
+                          (*tensor)->sizes());
+    }
     check_vectors(V, C.size(2), 2 * X.size(2) + bias);
     return at::empty(V.sizes(), V.options());
 }
 
 at::Tensor edgeconv_matvec(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
-                           bool bias) {
-    at::Tensor result = edgeconv_matvec_meta(X, winner, C, V, bias);
+                           bool bias, const OptionalTensor& runner, const OptionalTensor& K, const OptionalTensor& d1,
+                           const OptionalTensor& d2) {
+    at::Tensor result = edgeconv_matvec_meta(X, winner, C, V, bias, runner, K, d1, d2);
     if (result.numel() == 0 || C.numel() == 0) return result.zero_();
-    const at::Tensor places = winner.stride(-1) == 1 ? winner : winner.contiguous();
-    with_dtype(V.scalar_type(), [&]<typename T>() { EdgeConvProduct<T>(X, places, C, V, bias, result).run(); });
+    const auto dense = [](const at::Tensor& index) { return index.stride(-1) == 1 ? index : index.contiguous(); };
+    TieTensors ties{runner, K, d1, d2};
+    if (runner) ties.runner = dense(*runner);
+    with_dtype(V.scalar_type(),
+               [&]<typename T>() { EdgeConvProduct<T>(X, dense(winner), C, ties, V, bias, result).run(); });
     return result;
 }
 
 TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m, "edgeconv_matvec(Tensor X, Tensor winner, Tensor C, Tensor V, bool bias) -> Tensor",
+    register_operator(m,
+                      "edgeconv_matvec(Tensor X, Tensor winner, Tensor C, Tensor V, bool bias, Tensor? runner=None, "
+                      "Tensor? K=None, Tensor? d1=None, Tensor? d2=None) -> Tensor",
                       edgeconv_matvec, edgeconv_matvec_meta);
 }
 

@@ -62,6 +62,8 @@ class KernelSources:
             "X": f"*{dtype}", "C": f"*{dtype}", "V": f"*{self.number}", "out": f"*{self.number}",
             "partial": f"*{self.number}", "t": f"*{self.number}", "received": f"*{self.number}",
             "products": f"*{self.number}", "table": "*i64", "order": "*i32", "start": "*i32", "winner": "*i32",
+            "runner": "*i32", "runner_order": "*i32", "runner_start": "*i32", "tie": f"*{dtype}", "d1": f"*{dtype}",
+            "d2": f"*{dtype}", "back": f"*{self.number}",
         }  # fmt: skip
 
     def __iter__(self) -> Iterator[KernelSource]:
@@ -161,13 +163,14 @@ class KernelSources:
 
     def edgeconv(self, is_general: bool) -> Iterator[KernelSource]:
         product, sums = edgeconv.configs(self.device, self.form, self.stored)[0]
-        for name, is_second, is_atomic in (
-            ("points", False, False),
-            ("edges", True, False),
-            ("edges, atomic", True, True),
+        for name, is_second, is_atomic, is_tied in (
+            ("points", False, False, False),
+            ("edges", True, False, False),
+            ("edges, atomic", True, True, False),
+            ("edges, tied", True, False, True),
         ):
             constants, aligned = self.layer(is_general, "F", "L", "M", "x_row", "c_row", "v_row", "v_column")
-            constants |= {"EDGES": is_second, "ATOMIC": is_atomic}
+            constants |= {"EDGES": is_second, "ATOMIC": is_atomic, "TIES": is_tied, "SLOPES": is_tied and is_general}
             constants |= {"BN": product.rows, "BM": product.filters, "BK": product.depth}
             yield self.source(
                 edgeconv.point_products_kernel, _named(f"edgeconv, {name}", is_general), _label(product), constants,
@@ -179,12 +182,13 @@ class KernelSources:
             edgeconv.edge_sums_kernel, _named("edgeconv, sums", is_general), _label(sums), constants,
             sums.warps, sums.stages, aligned,
         )  # fmt: skip
-        constants = {"K": 2 if is_general else 1, "BN": edgeconv.RECEIVE_ROWS, "BM": edgeconv.RECEIVE_FILTERS}
-        yield self.source(
-            edgeconv.receive_kernel, _named("edgeconv, receive", is_general),
-            f"{edgeconv.RECEIVE_ROWS}x{edgeconv.RECEIVE_FILTERS}", constants, edgeconv.RECEIVE_WARPS,
-            aligned=() if is_general else ("L", "M"), uses_products=False,
-        )  # fmt: skip
+        for is_tied in (False, True):
+            constants = {"K": 2 if is_general else 1, "BN": edgeconv.RECEIVE_ROWS, "BM": edgeconv.RECEIVE_FILTERS}
+            yield self.source(
+                edgeconv.receive_kernel, _named("edgeconv, receive" + ", tied" * is_tied, is_general),
+                f"{edgeconv.RECEIVE_ROWS}x{edgeconv.RECEIVE_FILTERS}", constants | {"TIES": is_tied},
+                edgeconv.RECEIVE_WARPS, aligned=() if is_general else ("L", "M"), uses_products=False,
+            )  # fmt: skip
 
     def grouped(self, is_general: bool) -> Iterator[KernelSource]:
         # The solver drops filters that have converged; the columns of C that remain may be unaligned.

@@ -6,6 +6,9 @@ The kernels work on points. X holds the rows of all points of all clouds, w = wi
     launch 3  received[j, f] = sum of t[i, f] over all i with w = j, in the order of i
     launch 4  [(received - t)^T X, t^T X, sum t]
 With the option `atomic`, launch 2 computes `received` by atomic additions, and launch 3 is skipped.
+
+With ties, launch 2 also gathers P at the runner-up. It writes t, what the point itself keeps, and `back`, what the
+runner-up's edge gets; the winner's edge gets t - back.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from s3d_fast.kernels.launch import Config, tile_offsets
 from s3d_fast.kernels.options import current
 from s3d_fast.kernels.products import product_form, rows_times, times_rows, wants_filters_along_threads
 from s3d_fast.maths.incoming import Incoming
+from s3d_fast.maths.reference import EdgeTies
 
 
 @triton.jit
@@ -32,6 +36,11 @@ def point_products_kernel(
     winner,  # (R, M), int32
     t,  # (R, L)
     received,  # (R, L); if ATOMIC, zero at first and added to
+    runner,  # (R, M), int32; this and the next four only if TIES
+    tie,  # (R, M): K
+    d1,  # (R, M); d1 and d2 only if SLOPES
+    d2,  # (R, M)
+    back,  # (R, L)
     R,
     F,
     L,
@@ -44,6 +53,8 @@ def point_products_kernel(
     v_row,
     v_column,
     EDGES: tl.constexpr,  # False for launch 1, True for launch 2
+    TIES: tl.constexpr,
+    SLOPES: tl.constexpr,
     K: tl.constexpr,
     BIAS: tl.constexpr,
     ATOMIC: tl.constexpr,
@@ -53,7 +64,7 @@ def point_products_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """P = X A^T; if EDGES, t = C * (P[w] + X (B - A)^T + bias)."""
+    """P = X A^T. EDGES: t = C * (P[w] + X (B - A)^T + bias). TIES: plus K e (e.v), e = d1 edge(w) - d2 edge(r)."""
     number = V.dtype.element_ty
     blocks = tl.cdiv(L, BM)
     block = tl.program_id(0) % blocks
@@ -89,36 +100,54 @@ def point_products_kernel(
         w = tl.load(winner + row * M + (r[:, None] * M + column[None, :]), mask=inside, other=0)
         n = row + r
         won = ((n - n % points)[:, None] + w) * L + f[None, :]
-        total += tl.load(products + won, mask=inside, other=0.0)
+        winning = tl.load(products + won, mask=inside, other=0.0)
         c_tile = tile_offsets(r, c_row, column, c_column, FAR)
-        total *= tl.load(C + row * c_row + c_tile, mask=inside, other=0.0).to(number)
+        c = tl.load(C + row * c_row + c_tile, mask=inside, other=0.0).to(number)
+        if TIES:
+            places = row * M + (r[:, None] * M + column[None, :])
+            lost = ((n - n % points)[:, None] + tl.load(runner + places, mask=inside, other=0)) * L + f[None, :]
+            losing = tl.load(products + lost, mask=inside, other=0.0)
+            k = tl.load(tie + places, mask=inside, other=0.0).to(number)
+            if SLOPES:
+                first_slope = tl.load(d1 + places, mask=inside, other=0.0).to(number)
+                second_slope = tl.load(d2 + places, mask=inside, other=0.0).to(number)
+                both = k * (first_slope * (total + winning) - second_slope * (total + losing))
+                returned = -second_slope * both
+                total = c * (total + winning) + first_slope * both + returned
+            else:
+                returned = k * (losing - winning)
+                total = c * (total + winning)
+            tl.store(back + row * L + tile, returned, mask=inside)
+            if ATOMIC:
+                tl.atomic_add(received + won, total - returned, mask=inside, sem="relaxed")
+                tl.atomic_add(received + lost, returned, mask=inside, sem="relaxed")
+        else:
+            total = c * (total + winning)
+            if ATOMIC:
+                tl.atomic_add(received + won, total, mask=inside, sem="relaxed")
         tl.store(t + row * L + tile, total, mask=inside)
-        if ATOMIC:
-            tl.atomic_add(received + won, total, mask=inside, sem="relaxed")
     else:
         tl.store(products + row * L + tile, total, mask=inside)
 
 
 @triton.jit
-def receive_kernel(
-    t,  # (R, L)
-    order,  # (R, M), int32: `Incoming.order`
-    start,  # (R + clouds, M), int32: `Incoming.start`
-    received,  # (R, L)
-    R,
+def incoming_sum(
+    t,
+    back,
+    order,
+    start,
+    n,
+    f,
+    column,
+    inside,
     L,
     M,
     points,
-    K: tl.constexpr,
+    LESS: tl.constexpr,  # whether `back` is subtracted
     BN: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """received[j, f] = sum of t[i, f] over all i with winner[i, f] = j, in the order of i."""
-    blocks = tl.cdiv(L, BM)
-    f = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
-    n = (tl.program_id(0) // blocks).to(tl.int64) * BN + tl.arange(0, BN)
-    inside = (n < R)[:, None] & (f < L)[None, :]
-    column = f if K == 1 else f % M
+    """The sum of t[i, f] (- back[i, f]) over the edges i that come in at every point n, in the order of i."""
     cloud = n // points
     where = (n + cloud)[:, None] * M + column[None, :]
     first = tl.load(start + where, mask=inside, other=0)
@@ -131,9 +160,45 @@ def receive_kernel(
     while step < longest:
         present = inside & (step < count)
         i = tl.load(edges, mask=present, other=0)
-        total += tl.load(t + (origin + i) * L + f[None, :], mask=present, other=0.0)
+        place = (origin + i) * L + f[None, :]
+        total += tl.load(t + place, mask=present, other=0.0)
+        if LESS:
+            total -= tl.load(back + place, mask=present, other=0.0)
         edges += M
         step += 1
+    return total
+
+
+@triton.jit
+def receive_kernel(
+    t,  # (R, L)
+    order,  # (R, M), int32: `Incoming.order`
+    start,  # (R + clouds, M), int32: `Incoming.start`
+    back,  # (R, L); this and the next two only if TIES
+    runner_order,  # like order, of the runners-up
+    runner_start,  # like start
+    received,  # (R, L)
+    R,
+    L,
+    M,
+    points,
+    K: tl.constexpr,
+    TIES: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """received[j, f] = sum of t[i, f] over all i with winner[i, f] = j, in the order of i.
+
+    If TIES, `back` is part of t and belongs to the runner-up: it is added to the sum over all i with runner[i, f] = j.
+    """
+    blocks = tl.cdiv(L, BM)
+    f = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
+    n = (tl.program_id(0) // blocks).to(tl.int64) * BN + tl.arange(0, BN)
+    inside = (n < R)[:, None] & (f < L)[None, :]
+    column = f if K == 1 else f % M
+    total = incoming_sum(t, back, order, start, n, f, column, inside, L, M, points, TIES, BN, BM)
+    if TIES:
+        total += incoming_sum(back, back, runner_order, runner_start, n, f, column, inside, L, M, points, False, BN, BM)
     tl.store(received + n[:, None] * L + f[None, :], total, mask=inside)
 
 
@@ -241,8 +306,13 @@ def shared_memory(product: Config, sums: Config, device: Device, stored: torch.d
     return found[0], found[1]
 
 
-def edgeconv_matvec(*, X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-    """Return S v for EdgeConv filters, as `s3d_fast.maths.reference.edgeconv_matvec` defines it."""
+def edgeconv_matvec(
+    *, X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias: bool, ties: EdgeTies | None
+) -> Tensor:
+    """Return S v for EdgeConv filters, as `s3d_fast.maths.reference.edgeconv_matvec` defines it.
+
+    `ties.incoming` must be known.
+    """
     (clouds, points, F), M, options = X.shape, C.shape[2], current()
     if V.numel() == 0 or clouds * points == 0:
         return torch.zeros_like(V)
@@ -253,25 +323,31 @@ def edgeconv_matvec(*, X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias
     form = product_form(X.dtype, options.arithmetic, device)
     columns = vectors.mT.contiguous().mT if wants_filters_along_threads(form, device) else vectors
     rows, coefficients = X.reshape(R, F), C.reshape(R, M)
+    runners = incoming if ties is None or ties.incoming is None else ties.incoming
+    given = [] if ties is None else [ties.K, *(own for own in (ties.d1, ties.d2) if own is not None)]
+    # K, d1 and d2; what is missing is not read.
+    tie = ([own.reshape(R, M).contiguous() for own in given] + [coefficients] * 3)[:3]
     far = any(launch.is_far((256, max(2 * F, L)), tensor.stride()) for tensor in (rows, coefficients, columns))
 
     def run(pair: tuple[Config, Config]) -> Tensor:
         product, sums = pair
         products, t = vectors.new_empty(2, R, L)
         received = vectors.new_zeros(R, L) if options.atomic else torch.empty_like(t)
+        back = t if ties is None else torch.empty_like(t)
         programs = triton.cdiv(L, product.filters) * triton.cdiv(R, product.rows)
         for is_second in (False, True):
             point_products_kernel[(programs,)](
-                rows, columns, products, coefficients, incoming.winner, t, received,
+                rows, columns, products, coefficients, incoming.winner, t, received, runners.winner, *tie, back,
                 R, F, L, M, points, *rows.stride(), *coefficients.stride(), *columns.stride(),
-                EDGES=is_second, BIAS=bias, ATOMIC=options.atomic, FORM=form, FAR=far,
+                EDGES=is_second, TIES=ties is not None, SLOPES=len(given) > 1, BIAS=bias, ATOMIC=options.atomic,
+                FORM=form, FAR=far,
                 BN=product.rows, BM=product.filters, BK=product.depth, K=K, **product.compile_options,
             )  # fmt: skip
         if not options.atomic:
             programs = triton.cdiv(L, RECEIVE_FILTERS) * triton.cdiv(R, RECEIVE_ROWS)
             receive_kernel[(programs,)](
-                t, incoming.order, incoming.start, received, R, L, M, points,
-                BN=RECEIVE_ROWS, BM=RECEIVE_FILTERS, K=K, num_warps=RECEIVE_WARPS,
+                t, incoming.order, incoming.start, back, runners.order, runners.start, received, R, L, M, points,
+                TIES=ties is not None, BN=RECEIVE_ROWS, BM=RECEIVE_FILTERS, K=K, num_warps=RECEIVE_WARPS,
             )  # fmt: skip
         tiles = (max(1, triton.cdiv(F, sums.depth)), triton.cdiv(L, sums.filters))
         per_slice, slices = launch.share_rows(R, tiles[0] * tiles[1], sums.rows, device)
@@ -283,5 +359,5 @@ def edgeconv_matvec(*, X: Tensor, incoming: Incoming, C: Tensor, V: Tensor, bias
         return launch.sum_slices(out)
 
     with launch.on_device(X):
-        key = ("edgeconv", X.device, X.dtype, form, bias, options.atomic, F, L, M, R.bit_length())
+        key = ("edgeconv", X.device, X.dtype, form, bias, len(given), options.atomic, F, L, M, R.bit_length())
         return run(launch.choose(key, configs(device, form, X.dtype), run)).view(V.shape)

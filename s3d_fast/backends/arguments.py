@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s3d_fast.base import dtypes, require
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, PoolTies
 
 
 def require_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:
@@ -131,15 +131,45 @@ def require_edgeconv(X: Tensor, winner: Tensor, C: Tensor, check_finite: bool = 
     _require_pair(X, C, ("B", "P", "F"))
     require.shape("C", C, (*X.shape[:2], "M"))
     _require_finite(X, C, check_finite)
-    if not isinstance(winner, Tensor) or winner.dtype != torch.int64:
-        raise TypeError(f"winner must be an int64 tensor, got {getattr(winner, 'dtype', type(winner).__name__)}")
-    require.shape("winner", winner, tuple(C.shape))
-    if winner.device != X.device:
-        raise ValueError(f"winner must be on {X.device} like X, got {winner.device}")
-    if check_finite and winner.numel():
-        low, high = (int(bound) for bound in winner.aminmax())
-        if low < 0 or high >= X.shape[1]:
-            raise ValueError(f"winner must lie in [0, {X.shape[1]}), got indices from {low} to {high}")
+    _require_index("winner", winner, X, C.shape, X.shape[1], check_finite)
+
+
+def require_edge_ties(
+    X: Tensor,  # (B, P, F)
+    C: Tensor,  # (B, P, M)
+    runner: Tensor | None,  # (B, P, M)
+    K: Tensor | None,  # (B, P, M)
+    d1: Tensor | None,  # (B, P, M)
+    d2: Tensor | None,  # (B, P, M)
+    check_finite: bool = True,
+) -> EdgeTies | None:
+    """Return the ties of an EdgeConv layer, if there are any; raise unless the tensors describe them."""
+    if (runner is None) != (K is None) or (d1 is None) != (d2 is None) or (K is None and d1 is not None):
+        raise ValueError("runner and K must be given together, and d1 and d2 together with both of them")
+    if runner is None or K is None:
+        return None
+    _require_index("runner", runner, X, C.shape, X.shape[1], check_finite)
+    for name, tensor in (("K", K), ("d1", d1), ("d2", d2)):
+        if tensor is not None:
+            _require_like_rows(name, tensor, X, tuple(C.shape), check_finite)
+    return EdgeTies(runner, K, d1, d2)
+
+
+def require_pool_ties(
+    X: Tensor,
+    C: Tensor,  # (B, M, H', W')
+    ties: PoolTies,
+    check_finite: bool = True,
+) -> None:
+    """Raise unless the ties have the shape (B, M, Q), the dtype and device of X, and positions in [0, H' W')."""
+    if (ties.d1 is None) != (ties.d2 is None):
+        raise ValueError("d1 and d2 must be given together")
+    _require_like_rows("K", ties.K, X, (*C.shape[:2], "Q"), check_finite)
+    for name, tensor in (("d1", ties.d1), ("d2", ties.d2)):
+        if tensor is not None:
+            _require_like_rows(name, tensor, X, tuple(ties.K.shape), check_finite)
+    for name, tensor in (("first", ties.first), ("second", ties.second)):
+        _require_index(name, tensor, X, ties.K.shape, C.shape[2] * C.shape[3], check_finite)
 
 
 def require_incoming(incoming: Incoming, winner: Tensor, check_values: bool) -> None:
@@ -178,6 +208,19 @@ def _require_pair(X: Tensor, C: Tensor, shape: Sequence[str]) -> None:
     require.tensor("C", C)
     require.shape("X", X, shape)
     require.agreement("C", C, "X", X)
+
+
+def _require_index(name: str, index: Tensor, X: Tensor, shape: Sequence[int], size: int, check_values: bool) -> None:
+    """Raise unless the index is int64, of this shape, on the device of X; `check_values`: and in [0, size)."""
+    if not isinstance(index, Tensor) or index.dtype != torch.int64:
+        raise TypeError(f"{name} must be an int64 tensor, got {getattr(index, 'dtype', type(index).__name__)}")
+    require.shape(name, index, tuple(shape))
+    if index.device != X.device:
+        raise ValueError(f"{name} must be on {X.device} like X, got {index.device}")
+    if check_values and index.numel():
+        low, high = (int(bound) for bound in index.aminmax())
+        if low < 0 or high >= size:
+            raise ValueError(f"{name} must lie in [0, {size}), got indices from {low} to {high}")
 
 
 def _require_like_rows(name: str, tensor: Tensor, X: Tensor, shape: Sequence[int | str], check_finite: bool) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from s3d_fast.backends.interface import Backend
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base.dtypes import COMPUTE_DTYPES
+from s3d_fast.maths import reference
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, KrylovState, PoolTies, Widening
 
 # The formulas of act'' in the extension, in the order of its enumeration `Curvature`.
 FORMULAS = ("none", "silu", "gelu", "gelu_tanh", "softplus", "tanh", "sigmoid", "elu", "hardswish", "gaussian")
@@ -92,10 +93,27 @@ class CpuBackend(Backend):
     def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return REFERENCE.conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
 
-    def edgeconv_matvec(
-        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+    def tied_matvec(
+        self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
     ) -> Tensor:
-        return torch.ops.s3d_fast.edgeconv_matvec(X, winner, C, V, bias)
+        def between(P: Tensor) -> Tensor:
+            return torch.ops.s3d_fast.tied_maps(P, C, *ties)
+
+        return reference.conv_product(X, V, *geometry, bias, between)
+
+    def edgeconv_matvec(
+        self,
+        *,
+        X: Tensor,
+        winner: Tensor,
+        C: Tensor,
+        V: Tensor,
+        bias: bool,
+        incoming: Incoming | None,
+        ties: EdgeTies | None,
+    ) -> Tensor:
+        given = () if ties is None else ties[:4]
+        return torch.ops.s3d_fast.edgeconv_matvec(X, winner, C, V, bias, *given)
 
     def curvature_coefficients(
         self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, KrylovState, PoolTies, Widening
 
 
 class Backend(ABC):
@@ -96,9 +96,23 @@ class Backend(ABC):
 
     @abstractmethod
     def edgeconv_matvec(
-        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+        self,
+        *,
+        X: Tensor,
+        winner: Tensor,
+        C: Tensor,
+        V: Tensor,
+        bias: bool,
+        incoming: Incoming | None,
+        ties: EdgeTies | None,
     ) -> Tensor:
         """Return S_j v_j for all filters of an EdgeConv layer; `incoming` is `incoming_edges(winner)`, if known."""
+
+    @abstractmethod
+    def tied_matvec(
+        self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
+    ) -> Tensor:
+        """Return S_j v_j for all filters of a convolution with maxima over positions behind it."""
 
     @abstractmethod
     def curvature_coefficients(

@@ -9,9 +9,11 @@ from torch import Tensor
 from s3d_fast.backends.arguments import (
     require_conv,
     require_depthwise,
+    require_edge_ties,
     require_edgeconv,
     require_gated,
     require_incoming,
+    require_pool_ties,
     require_rows,
     require_stage,
     require_vectors,
@@ -22,7 +24,7 @@ from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base import dtypes, require
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import DepthwiseStage, Widening
+from s3d_fast.maths.reference import DepthwiseStage, PoolTies, Widening
 
 
 def splitting_matvec(
@@ -250,6 +252,10 @@ def edgeconv_matvec(
     backend: str = "auto",
     check_finite: bool = True,
     incoming: Incoming | None = None,
+    runner: Tensor | None = None,  # (B, P, M), int64
+    K: Tensor | None = None,  # (B, P, M)
+    d1: Tensor | None = None,  # (B, P, M)
+    d2: Tensor | None = None,  # (B, P, M)
 ) -> Tensor:  # like V
     """Return S_j v_j for every EdgeConv filter; no tensor over edges is formed.
 
@@ -261,15 +267,59 @@ def edgeconv_matvec(
         check_finite: check X and C for NaN and Inf, and winner for indices out of range.
         incoming: `incoming_edges(winner)`. The Triton kernels need it; they compute it at every call unless it is
             given.
+        runner: the index of the neighbour that came second.
+        K: the coefficients of near ties: K e e^T is added, where e = d1 edge(winner) - d2 edge(runner).
+        d1, d2: the slopes at the winner and the runner-up; 1 if they are not given.
 
     Raises: as `splitting_matvec`.
     """
     require_edgeconv(X, winner, C, check_finite)
+    ties = require_edge_ties(X, C, runner, K, d1, d2, check_finite)
     require_vectors(V, C.shape[2], 2 * X.shape[2] + bias, dtypes.compute_dtype(X.dtype), X.device)
-    chosen = choose(backend, X, C, V)
+    chosen = choose(backend, X, C, V, K, d1, d2)
     if incoming is not None and chosen.uses_incoming:
         require_incoming(incoming, winner, check_finite)
-    return chosen.edgeconv_matvec(X=X, winner=winner, C=C, V=V, bias=bias, incoming=incoming)
+    return chosen.edgeconv_matvec(X=X, winner=winner, C=C, V=V, bias=bias, incoming=incoming, ties=ties)
+
+
+def tied_matvec(
+    X: Tensor,  # (B, I, H, W)
+    C: Tensor,  # (B, M, H', W')
+    V: Tensor,  # (M, D) or (K, M, D), D = I * kh * kw (+ 1 with bias)
+    *,
+    first: Tensor,  # (B, M, Q), int64
+    second: Tensor,  # (B, M, Q), int64
+    K: Tensor,  # (B, M, Q)
+    d1: Tensor | None = None,  # (B, M, Q)
+    d2: Tensor | None = None,  # (B, M, Q)
+    kernel_size: Sequence[int] = (1, 1),
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    bias: bool = False,
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # like V
+    """Return S_j v_j for every filter of a 2-d convolution with maxima over positions behind it.
+
+    To `conv_matvec`, this adds K e e^T for every maximum, e = d1 x[first] - d2 x[second]; x[n] is the patch at position
+    n. Rows of B clouds, (B, P, D), are maps of height P and width 1. The products are PyTorch's convolution and weight
+    gradient; ties take no further product.
+
+    Args:
+        X, C, V, kernel_size, stride, padding, dilation, bias, backend, check_finite: as for `conv_matvec`.
+        first, second: the flat positions h W' + w of the largest and the second largest value of every maximum.
+        K: the coefficients of near ties.
+        d1, d2: the slopes at both positions; 1 if they are not given.
+
+    Raises: as `splitting_matvec`.
+    """
+    geometry = require_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
+    ties = PoolTies(first, second, K, d1, d2)
+    require_pool_ties(X, C, ties, check_finite)
+    width = X.shape[1] * geometry.kernel_size[0] * geometry.kernel_size[1] + bias
+    require_vectors(V, C.shape[1], width, dtypes.compute_dtype(X.dtype), X.device)
+    return choose(backend, X, C, V, K, d1, d2).tied_matvec(X=X, C=C, V=V, ties=ties, geometry=geometry, bias=bias)
 
 
 def curvature_coefficients(

@@ -12,7 +12,7 @@ from s3d_fast.base.dtypes import compute_dtype
 from s3d_fast.maths import reference
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, KrylovState, PoolTies, Widening
 
 
 class ReferenceBackend(Backend):
@@ -75,10 +75,23 @@ class ReferenceBackend(Backend):
     def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return reference.conv_matvec(X, C, V, *geometry, bias)
 
-    def edgeconv_matvec(
-        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+    def tied_matvec(
+        self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
     ) -> Tensor:
-        return reference.edgeconv_matvec(X, winner, C, V, bias)
+        return reference.tied_matvec(X, C, V, ties, *geometry, bias)
+
+    def edgeconv_matvec(
+        self,
+        *,
+        X: Tensor,
+        winner: Tensor,
+        C: Tensor,
+        V: Tensor,
+        bias: bool,
+        incoming: Incoming | None,
+        ties: EdgeTies | None,
+    ) -> Tensor:
+        return reference.edgeconv_matvec(X, winner, C, V, bias, ties)
 
     def curvature_coefficients(
         self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool

@@ -23,7 +23,7 @@ from s3d_fast.kernels import (
 )
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming, incoming_edges
-from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, KrylovState, PoolTies, Widening
 
 
 class TritonBackend(Backend):
@@ -91,11 +91,26 @@ class TritonBackend(Backend):
     def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return REFERENCE.conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
 
+    def tied_matvec(
+        self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
+    ) -> Tensor:
+        return REFERENCE.tied_matvec(X=X, C=C, V=V, ties=ties, geometry=geometry, bias=bias)
+
     def edgeconv_matvec(
-        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Incoming | None
+        self,
+        *,
+        X: Tensor,
+        winner: Tensor,
+        C: Tensor,
+        V: Tensor,
+        bias: bool,
+        incoming: Incoming | None,
+        ties: EdgeTies | None,
     ) -> Tensor:
         edges = incoming or incoming_edges(winner)
-        return edgeconv.edgeconv_matvec(X=X, incoming=edges, C=C, V=V, bias=bias)
+        if ties is not None and ties.incoming is None:
+            ties = ties._replace(incoming=incoming_edges(ties.runner))
+        return edgeconv.edgeconv_matvec(X=X, incoming=edges, C=C, V=V, bias=bias, ties=ties)
 
     def curvature_coefficients(
         self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool

@@ -6,7 +6,7 @@ leading dimensions of V (written `...`) hold several vectors per filter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from s3d_fast.maths.activations import Activation
+from s3d_fast.maths.incoming import Incoming
 
 Pair = tuple[int, int]
 
@@ -46,6 +47,26 @@ class DepthwiseStage:
             )
         )
         return vertical, horizontal
+
+
+class EdgeTies(NamedTuple):
+    """The runners-up of EdgeConv's maxima: S gains sum K e e^T with e = d1 edge(winner) - d2 edge(runner)."""
+
+    runner: Tensor  # (B, P, M), integers in [0, P)
+    K: Tensor  # (B, P, M)
+    d1: Tensor | None = None  # (B, P, M); if both are None, both are 1
+    d2: Tensor | None = None  # (B, P, M)
+    incoming: Incoming | None = None  # incoming_edges(runner), if known
+
+
+class PoolTies(NamedTuple):
+    """The two largest values of maxima over positions: S gains sum K e e^T with e = d1 x[first] - d2 x[second]."""
+
+    first: Tensor  # (B, M, Q), the flat position of the winner, in [0, H' W')
+    second: Tensor  # (B, M, Q), that of the runner-up
+    K: Tensor  # (B, M, Q)
+    d1: Tensor | None = None  # (B, M, Q); if both are None, both are 1
+    d2: Tensor | None = None  # (B, M, Q)
 
 
 def splitting_matvec(
@@ -190,18 +211,74 @@ def conv_matvec(
 
     The rows x_n are the patches of X, which are never formed.
     """
-    X, C = X.to(V.dtype), C.to(V.dtype)
+    C = C.to(V.dtype).repeat(1, V.shape[:-2].numel(), 1, 1)
+    return conv_product(X, V, kernel_size, stride, padding, dilation, bias, lambda P: P * C)
+
+
+def conv_product(
+    X: Tensor,  # (B, I, H, W)
+    V: Tensor,  # (..., M, D)
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    bias: bool,
+    between: Callable[[Tensor], Tensor],
+) -> Tensor:  # like V
+    """Return conv_weight_grad(X, between(conv(X, V))); `between` maps (B, K M, H', W') to the same shape."""
+    X = X.to(V.dtype)
     weight = (V[..., :-1] if bias else V).reshape(-1, X.shape[1], *kernel_size)
     offset = V[..., -1].reshape(-1) if bias else None
     if len(weight) == 0:
         return torch.zeros_like(V)
-    copies = V.shape[:-2].numel()
     geometry = (list(stride), list(padding), list(dilation))
-    U = F.conv2d(X, weight, offset, *geometry) * C.repeat(1, copies, 1, 1)
+    U = between(F.conv2d(X, weight, offset, *geometry))
     result = conv2d_weight(X, list(weight.shape), U, *geometry).flatten(1)
     if bias:
         result = torch.cat([result, U.sum((0, 2, 3))[:, None]], 1)
     return result.reshape(V.shape)
+
+
+def tied_maps(
+    P: Tensor,  # (B, K M, H', W'), the products of all positions with K vectors per filter
+    C: Tensor,  # (B, M, H', W')
+    ties: PoolTies,
+) -> Tensor:  # like P
+    """Return T = C * P, plus d1 t at the first position of every tie and minus d2 t at the second.
+
+    t = K (d1 P[first] - d2 P[second]).
+    """
+    copies = P.shape[1] // max(1, C.shape[1])
+    K, first, second = (own.repeat(1, copies, 1) for own in (ties.K.to(P.dtype), ties.first, ties.second))
+    flat = P.flatten(2)
+    p1, p2 = flat.gather(2, first), flat.gather(2, second)
+    if ties.d1 is None or ties.d2 is None:
+        forth = K * (p1 - p2)
+        back = -forth
+    else:
+        d1, d2 = (own.to(P.dtype).repeat(1, copies, 1) for own in (ties.d1, ties.d2))
+        t = K * (d1 * p1 - d2 * p2)
+        forth, back = d1 * t, -d2 * t
+    T = flat * C.to(P.dtype).repeat(1, copies, 1, 1).flatten(2)
+    return T.scatter_add(2, first, forth).scatter_add(2, second, back).reshape(P.shape)
+
+
+def tied_matvec(
+    X: Tensor,  # (B, I, H, W), the layer's input
+    C: Tensor,  # (B, M, H', W')
+    V: Tensor,  # (..., M, D), D = I * kh * kw (+ 1 with bias)
+    ties: PoolTies,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    bias: bool = False,
+) -> Tensor:  # like V
+    """Return S_j v_j for every filter of a convolution with maxima over positions behind it.
+
+    conv_weight_grad(X, tied_maps(conv(X, V))):  ties take no further product.
+    """
+    return conv_product(X, V, kernel_size, stride, padding, dilation, bias, lambda P: tied_maps(P, C, ties))
 
 
 def edgeconv_matvec(
@@ -210,21 +287,35 @@ def edgeconv_matvec(
     C: Tensor,  # (B, P, M)
     V: Tensor,  # (..., M, 2 F), or (..., M, 2 F + 1) with bias
     bias: bool = False,
+    ties: EdgeTies | None = None,
 ) -> Tensor:  # like V
     """Return S_j v_j for every EdgeConv filter, in the point-level form.
 
     The row of point i and filter j is the winning edge e = [x_w - x_i, x_i], w = winner[., i, j]. With v = [a, b],
-    v.e = a.x_w + (b - a).x_i, so two products over points, a gather and a scatter replace all work over edges.
+    v.e = a.x_w + (b - a).x_i, so two products over points, a gather and a scatter replace all work over edges. Ties add
+    t = K (d1 u - d2 u'), where u' belongs to the runner-up: d1 t to the winner's edge, and -d2 t to the runner-up's.
     """
     X, C = X.to(V.dtype), C.to(V.dtype)
     a, b = V[..., : X.shape[-1]], V[..., X.shape[-1] : 2 * X.shape[-1]]
     P = X @ a.mT.unsqueeze(-3)
     index = winner.expand(P.shape)
-    u = P.gather(-2, index) + X @ (b - a).mT.unsqueeze(-3)
+    own = X @ (b - a).mT.unsqueeze(-3)
     if bias:
-        u = u + V[..., None, None, :, -1]
+        own = own + V[..., None, None, :, -1]
+    u = P.gather(-2, index) + own
     t = C * u
     received = torch.zeros_like(t).scatter_add(-2, index, t)
+    if ties is not None:
+        second, K = ties.runner.expand(P.shape), ties.K.to(V.dtype)
+        if ties.d1 is None or ties.d2 is None:
+            forth = K * (P.gather(-2, index) - P.gather(-2, second))
+            back = -forth
+        else:
+            d1, d2 = ties.d1.to(V.dtype), ties.d2.to(V.dtype)
+            tie = K * (d1 * u - d2 * (P.gather(-2, second) + own))
+            forth, back = d1 * tie, -d2 * tie
+            t = t + forth + back
+        received = received.scatter_add(-2, index, forth).scatter_add(-2, second, back)
     parts = [((received - t).mT @ X).sum(-3), (t.mT @ X).sum(-3)]
     if bias:
         parts.append(t.sum((-3, -2)).unsqueeze(-1))

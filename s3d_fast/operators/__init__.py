@@ -9,6 +9,7 @@ from s3d_fast.operators.gated import GatedOperator
 from s3d_fast.operators.operator import Provider, SplittingOperator
 from s3d_fast.operators.pointwise import PointwiseOperator
 from s3d_fast.operators.sums import SumOperator
+from s3d_fast.operators.tied import TiedConvOperator
 from s3d_fast.operators.together import dense_all, matvec_all
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Provider",
     "SplittingOperator",
     "SumOperator",
+    "TiedConvOperator",
     "dense_all",
     "matvec_all",
 ]

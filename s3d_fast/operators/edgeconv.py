@@ -5,15 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from s3d_fast.backends.arguments import require_edgeconv
+from s3d_fast.backends.arguments import require_edge_ties, require_edgeconv
 from s3d_fast.backends.choice import choose
 from s3d_fast.maths.incoming import Incoming, incoming_edges
+from s3d_fast.maths.reference import EdgeTies
 from s3d_fast.operators.operator import SplittingOperator
 from s3d_fast.operators.rows import mean_of_rows, restricted
 
 
 class EdgeConvOperator(SplittingOperator):
-    """The filters of an EdgeConv layer, theta = [a, b] acting on edges [x_j - x_i, x_i] under a maximum over j."""
+    """The filters of an EdgeConv layer, theta = [a, b] acting on edges [x_j - x_i, x_i] under a maximum over j.
+
+    With runners-up, K e e^T is added for every maximum, e = d1 edge(winner) - d2 edge(runner).
+    """
 
     def __init__(
         self,
@@ -21,27 +25,41 @@ class EdgeConvOperator(SplittingOperator):
         winner: Tensor,  # (B, P, M), int64
         C: Tensor,  # (B, P, M)
         *,
+        runner: Tensor | None = None,  # (B, P, M), int64
+        K: Tensor | None = None,  # (B, P, M)
+        d1: Tensor | None = None,  # (B, P, M)
+        d2: Tensor | None = None,  # (B, P, M)
         bias: bool = False,
         check_finite: bool = True,
     ) -> None:
         require_edgeconv(X, winner, C, check_finite)
+        require_edge_ties(X, C, runner, K, d1, d2, check_finite)
         self._describe(X, C, C.shape[2], 2 * X.shape[2] + bias)
         self.X, self.winner, self.C, self.bias = X, winner, C, bias
+        self.runner, self.K, self.d1, self.d2 = runner, K, d1, d2
         self._incoming: Incoming | None = None
+        self._incoming_runners: Incoming | None = None
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
-        chosen = choose(backend, self.X, self.C, V)
+        chosen = choose(backend, self.X, self.C, V, self.K, self.d1, self.d2)
         if self._incoming is None and chosen.uses_incoming:
             # Sort once: all products have the same winners.
             self._incoming = incoming_edges(self.winner)
+            self._incoming_runners = None if self.runner is None else incoming_edges(self.runner)
+        ties = None
+        if self.runner is not None and self.K is not None:
+            ties = EdgeTies(self.runner, self.K, self.d1, self.d2, self._incoming_runners)
         return chosen.edgeconv_matvec(
-            X=self.X, winner=self.winner, C=self.C, V=V, bias=self.bias, incoming=self._incoming
+            X=self.X, winner=self.winner, C=self.C, V=V, bias=self.bias, incoming=self._incoming, ties=ties
         )
 
     def restrict(self, filters: Tensor) -> EdgeConvOperator:
-        rest = restricted(self, filters, winner=2, C=2)
-        rest._incoming = None if self._incoming is None else self._incoming.restrict(filters)
+        optional = {name: 2 for name in ("runner", "K", "d1", "d2") if getattr(self, name) is not None}
+        rest = restricted(self, filters, winner=2, C=2, **optional)
+        for name in ("_incoming", "_incoming_runners"):
+            edges = getattr(self, name)
+            setattr(rest, name, None if edges is None else edges.restrict(filters))
         return rest
 
     def common_part(self) -> Tensor:
@@ -55,4 +73,5 @@ class EdgeConvOperator(SplittingOperator):
     @property
     def nbytes(self) -> int:
         """The bytes that the operator holds in memory."""
-        return super().nbytes + sum(tensor.nbytes for tensor in self._incoming or ())
+        sorted_edges = (*(self._incoming or ()), *(self._incoming_runners or ()))
+        return super().nbytes + sum(tensor.nbytes for tensor in sorted_edges)

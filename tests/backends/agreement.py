@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from s3d_fast.backends import operations
 from s3d_fast.backends.interface import Backend
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import incoming_edges
-from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, KrylovState, Widening
+from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, KrylovState, PoolTies, Widening
 from tests.cases import (
     DEPTHWISE,
     ENTRY_TOLERANCE,
@@ -68,8 +69,15 @@ class Definitions:
     def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return reference.conv_matvec(X, C, V, *geometry, bias)
 
-    def edgeconv_matvec(self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Any) -> Tensor:
-        return reference.edgeconv_matvec(X, winner, C, V, bias)
+    def tied_matvec(
+        self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
+    ) -> Tensor:
+        return reference.tied_matvec(X, C, V, ties, *geometry, bias)
+
+    def edgeconv_matvec(
+        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Any, ties: EdgeTies | None
+    ) -> Tensor:
+        return reference.edgeconv_matvec(X, winner, C, V, bias, ties)
 
     def curvature_coefficients(
         self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
@@ -122,8 +130,18 @@ class PublicOperations:
     def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return operations.conv_matvec(X, C, V, **geometry._asdict(), bias=bias, backend=self.backend)
 
-    def edgeconv_matvec(self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Any) -> Tensor:
-        return operations.edgeconv_matvec(X, winner, C, V, bias=bias, incoming=incoming, backend=self.backend)
+    def tied_matvec(
+        self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
+    ) -> Tensor:
+        given = {**ties._asdict(), **geometry._asdict()}
+        return operations.tied_matvec(X, C, V, **given, bias=bias, backend=self.backend)
+
+    def edgeconv_matvec(
+        self, *, X: Tensor, winner: Tensor, C: Tensor, V: Tensor, bias: bool, incoming: Any, ties: EdgeTies | None
+    ) -> Tensor:
+        given = {} if ties is None else {name: getattr(ties, name) for name in ("runner", "K", "d1", "d2")}
+        settings = {"bias": bias, "incoming": incoming, "backend": self.backend}
+        return operations.edgeconv_matvec(X, winner, C, V, **settings, **given)
 
     def curvature_coefficients(
         self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
@@ -255,11 +273,32 @@ def layers_of(layers: Sequence[Arguments]) -> Arguments:
     return {name: [layer[name] for layer in layers] for name in layers[0]}
 
 
-def edges_of(case: EdgeCase, incoming: bool = False) -> Arguments:
-    """Return the arguments of `edgeconv_matvec`."""
+def edges_of(case: EdgeCase, incoming: bool = False, ties: str = "none") -> Arguments:
+    """Return the arguments of `edgeconv_matvec`; `ties` is "none", "plain" or "sloped"."""
     X, winner, C = case.won()
     edges = incoming_edges(winner) if incoming else None
-    return {"X": X, "winner": winner, "C": C, "V": case.vectors(), "bias": case.bias, "incoming": edges}
+    known = None if ties == "none" else edge_ties(case, ties == "sloped", incoming)
+    arguments = {"X": X, "winner": winner, "C": C, "V": case.vectors(), "bias": case.bias}
+    return {**arguments, "incoming": edges, "ties": known}
+
+
+def edge_ties(case: EdgeCase, sloped: bool, incoming: bool = False) -> EdgeTies:
+    """Return random runners-up, some of which are the winners themselves, with coefficients and slopes."""
+    shape = (case.B, case.P, case.M)
+    runner = torch.randint(case.P, shape, generator=torch.Generator().manual_seed(5))
+    K, d1, d2 = (random_tensor(*shape, dtype=case.dtype, seed=seed) for seed in (6, 7, 8))
+    edges = incoming_edges(runner) if incoming else None
+    return EdgeTies(runner, K, d1, d2, edges) if sloped else EdgeTies(runner, K, incoming=edges)
+
+
+def tied_of(case: ConvCase, sloped: bool, ties: int = 5) -> Arguments:
+    """Return the arguments of `tied_matvec`, with this many maxima for every map."""
+    arguments = conv_of(case)
+    B, M, *size = arguments["C"].shape
+    generator = torch.Generator().manual_seed(5)
+    first, second = (torch.randint(math.prod(size), (B, M, ties), generator=generator) for _ in range(2))
+    K, d1, d2 = (random_tensor(B, M, ties, dtype=case.dtype, seed=seed) for seed in (6, 7, 8))
+    return {**arguments, "ties": PoolTies(first, second, K, d1, d2) if sloped else PoolTies(first, second, K)}
 
 
 def conv_of(case: ConvCase) -> Arguments:
@@ -319,6 +358,8 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     "conv_matvec": lambda: conv_of(ConvCase(2, 3, 9, 8, 4, k=(2, 3), s=(2, 1), p=(0, 2), d=(3, 2), bias=True, K=2)),
     "edgeconv_matvec": lambda: edges_of(EdgeCase(2, 13, 6, 4, 5, bias=True, K=2)),
     "edgeconv_matvec:incoming": lambda: edges_of(EdgeCase(2, 13, 6, 4, 5, bias=True, K=2), incoming=True),
+    "edgeconv_matvec:tied": lambda: edges_of(EdgeCase(2, 13, 6, 4, 5, bias=True, K=2), ties="sloped"),
+    "tied_matvec": lambda: tied_of(ConvCase(2, 3, 9, 8, 4, k=(2, 3), s=(2, 1), p=(0, 2), bias=True, K=2), True),
     "curvature_coefficients": lambda: _curvature(1, False),
     "curvature_coefficients:inplace": lambda: _curvature(0, True),
     "grow_weights": _grow,

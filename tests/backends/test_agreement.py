@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from s3d_fast.backends import operations
 from s3d_fast.backends.interface import Backend
 from s3d_fast.maths.incoming import incoming_edges
-from s3d_fast.maths.reference import ConvGeometry
+from s3d_fast.maths.reference import ConvGeometry, EdgeTies, PoolTies
 from tests.backends.agreement import (
     EXAMPLES,
     Definitions,
@@ -34,6 +34,7 @@ from tests.backends.agreement import (
     layers_of,
     norms_of,
     rows_of,
+    tied_of,
 )
 from tests.cases import (
     CONVS,
@@ -187,6 +188,30 @@ def test_edgeconv(backend: Backend, case: EdgeCase) -> None:
     assert_agrees(backend, "edgeconv_matvec", **edges_of(case, incoming=case.B == 2))
 
 
+@pytest.mark.parametrize("case", PAIRWISE_EDGES[::2], ids=str)
+def test_edgeconv_with_ties(backend: Backend, case: EdgeCase) -> None:
+    for ties in ("plain", "sloped"):
+        assert_agrees(backend, "edgeconv_matvec", label=ties, **edges_of(case, case.B == 2, ties))
+
+
+def test_edgeconv_with_slopes_of_one_is_edgeconv_without_slopes(backend: Backend) -> None:
+    given = edges_of(EdgeCase(2, 37, 5, 4, 6, bias=True, K=2), ties="plain")
+    one = torch.ones_like(given["C"])
+    plain = backend.edgeconv_matvec(**given)
+    sloped = backend.edgeconv_matvec(**{**given, "ties": given["ties"]._replace(d1=one, d2=one)})
+    assert relative_error(sloped, plain) < 1e-13
+
+
+@pytest.mark.parametrize("case", CONVS, ids=str)
+@pytest.mark.parametrize("sloped", [False, True], ids=["plain", "sloped"])
+def test_convolution_under_maxima(backend: Backend, case: ConvCase, sloped: bool) -> None:
+    for K, ties in ((0, 9), (2, 1), (1, 0)):
+        given = tied_of(replace(case, K=K), sloped, ties)
+        assert_agrees(backend, "tied_matvec", label=(K, ties), **given)
+        given["X"] = given["X"].contiguous(memory_format=torch.channels_last)
+        assert_agrees(backend, "tied_matvec", label=(K, ties, "channels last"), **given)
+
+
 def test_edgeconv_where_one_point_wins_everywhere(backend: Backend) -> None:
     # At last the filters disagree, and so do the clouds.
     different = (torch.arange(6) * 7 + torch.arange(2)[:, None, None]).expand(2, 37, 6) % 37
@@ -246,14 +271,19 @@ def test_clouds_with_a_size_of_zero(backend: Backend, zero: str, bias: bool) -> 
     B, P, F, M, K = (0 if name == zero else size for name, size in sizes.items())
     X, C, V = random_tensor(B, P, F), random_tensor(B, P, M), random_tensor(K, M, 2 * F + bias)
     winner = torch.zeros(B, P, M, dtype=torch.int64)
-    assert_agrees(backend, "edgeconv_matvec", X=X, winner=winner, C=C, V=V, bias=bias, incoming=None)
+    layer = {"X": X, "winner": winner, "C": C, "V": V, "bias": bias, "incoming": None}
+    for ties in (None, EdgeTies(winner, C), EdgeTies(winner, C, C, C)):
+        assert_agrees(backend, "edgeconv_matvec", **layer, ties=ties)
 
 
 @plain_and_bias
 @pytest.mark.parametrize(("B", "M"), [(0, 3), (2, 0)], ids=["no-images", "no-filters"])
 def test_convolutions_with_a_size_of_zero(backend: Backend, B: int, M: int, bias: bool) -> None:
     X, C, V = random_tensor(B, 2, 5, 5), random_tensor(B, M, 3, 3), random_tensor(2, M, 18 + bias)
-    assert_agrees(backend, "conv_matvec", X=X, C=C, V=V, geometry=ConvGeometry((3, 3)), bias=bias)
+    layer = {"X": X, "C": C, "V": V, "geometry": ConvGeometry((3, 3)), "bias": bias}
+    assert_agrees(backend, "conv_matvec", **layer)
+    place = torch.zeros(B, M, 2, dtype=torch.int64)
+    assert_agrees(backend, "tied_matvec", **layer, ties=PoolTies(place, place + 1, random_tensor(B, M, 2)))
 
 
 layouts, flags, stored_dtypes, vectors = (

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.backends.agreement import edge_ties
 from tests.cases import DEPTHWISE, SAME, DepthwiseCase, EdgeCase, RowsCase, random_tensor, relative_error
 from tests.extension_cases import IN_PLACE, good_calls, on_meta, tensors_of
 
@@ -113,6 +114,18 @@ def _edges() -> tuple[Any, ...]:
     return (*case.won(), case.vectors(), False)
 
 
+def _tied_edges() -> tuple[Any, ...]:
+    case = EdgeCase(4, 130, 17, 5, 40, torch.float32)
+    return (*_edges(), *edge_ties(case, sloped=True)[:4])
+
+
+def _maps() -> tuple[Any, ...]:
+    C, P = (random_tensor(5, M, 30, 31, dtype=torch.float32) for M in (20, 40))
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randint(930, (5, 20, 200), generator=generator) for _ in range(2))
+    return P, C, first, second, random_tensor(5, 20, 200, dtype=torch.float32)
+
+
 def _lists() -> tuple[Any, ...]:
     X, C, V = _rows()
     return [X, X[:300]], [C, C[:300]], [V, V[0]], [True, True]
@@ -137,6 +150,8 @@ LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "depthwise_matvec_grouped": _depthwise,
     "depthwise_row_norms": _norms,
     "edgeconv_matvec": _edges,
+    "edgeconv_matvec:tied": _tied_edges,
+    "tied_maps": _maps,
     "splitting_matrices": lambda: (*_rows()[:2], True),
     "curvature_coefficients": _curvature,
     "grow_weights": _growth,
@@ -149,6 +164,7 @@ LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", LARGER_CALLS)
 def test_the_same_call_gives_the_same_bits(isa: str, name: str, threads: int) -> None:
     arguments = LARGER_CALLS[name]()
+    name = name.partition(":")[0]
     torch.set_num_threads(threads)
     try:
         first, *others = [call(name, arguments) for _ in range(4)]

@@ -99,6 +99,10 @@ SHAPES: list[tuple[str, int, Change]] = [
     ),
     *(("edgeconv_matvec", position, change) for position in range(4) for change in (narrower, shorter, flatter)),
     ("edgeconv_matvec", 4, to(True)),
+    *(("edgeconv_matvec", position, change) for position in range(5, 9) for change in (narrower, shorter, to(None))),
+    *(("tied_maps", position, change) for position in range(7) for change in (narrower, shorter, flatter)),
+    *(("tied_maps", position, to(None)) for position in (5, 6)),
+    ("tied_maps", 0, lambda P: P[:, :-1]),
     *(("splitting_matrices", position, change) for position in (0, 1) for change in (shorter, flatter, deeper)),
     *(("add_splitting_matrices", position, change) for position in (0, 1, 2) for change in (shorter, flatter)),
     ("add_splitting_matrices", 0, narrower),
@@ -156,7 +160,8 @@ DTYPES: list[tuple[str, int, Change]] = [
             "splitting_matvec": (0, 1, 2),
             "gated_matvec": (0, 1, 2, 3, 4),
             "depthwise_row_norms": (0, 1, 2),
-            "edgeconv_matvec": (0, 2, 3),
+            "edgeconv_matvec": (0, 2, 3, 6, 7, 8),
+            "tied_maps": (0, 1, 4, 5, 6),
             "splitting_matrices": (0, 1),
             "add_splitting_matrices": (0, 1, 2),
             "curvature_coefficients": (0, 1, 2),
@@ -180,6 +185,9 @@ DTYPES: list[tuple[str, int, Change]] = [
         (name, position, change)
         for name, position in [
             ("edgeconv_matvec", 1),
+            ("edgeconv_matvec", 5),
+            ("tied_maps", 2),
+            ("tied_maps", 3),
             ("krylov_extend", 4),
             ("tridiagonal_extremes", 2),
         ]
@@ -188,13 +196,17 @@ DTYPES: list[tuple[str, int, Change]] = [
 ]
 
 WINNERS: list[tuple[str, int, Change]] = [
-    ("edgeconv_matvec", 1, but_for(value, at)) for value in (5, -1, 2**40, -(2**63)) for at in (0, -1)
+    ("edgeconv_matvec", position, but_for(value, at))
+    for position in (1, 5)
+    for value in (5, -1, 2**40, -(2**63))
+    for at in (0, -1)
 ]
 RANGES: list[tuple[str, int, Change]] = [
     *(("grow_weights", 1, first(but_for(value))) for value in (3, -1, 2**62)),
     *(("grow_weights", 4, first(but_for(value))) for value in (1, -2, -(2**62))),
     *(("grow_weights", 5, first(but_for(value))) for value in (4, -1, 2**62)),
     *(("tridiagonal_extremes", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
+    *(("tied_maps", position, but_for(value)) for position in (2, 3) for value in (20, -1, 2**62)),
 ]
 
 DEVICES = [

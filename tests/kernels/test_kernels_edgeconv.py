@@ -19,7 +19,8 @@ from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import Incoming, incoming_edges
-from tests.backends.agreement import assert_agrees
+from s3d_fast.maths.reference import EdgeTies
+from tests.backends.agreement import assert_agrees, edge_ties
 from tests.cases import DTYPES, PAIRWISE_EDGES, TOLERANCE, EdgeCase, doubles, random_tensor, relative_error
 from tests.kernel_cases import (
     ARITHMETIC,
@@ -48,16 +49,18 @@ def assert_product(
     bias: bool = False,
     label: object = "",
     incoming: Incoming | None = None,
+    ties: EdgeTies | None = None,
 ) -> Tensor:
     """Check S v against the reference in float64, and that the arguments stay as they were; return it."""
-    settings = {"bias": bias, "incoming": incoming}
+    settings = {"bias": bias, "incoming": incoming, "ties": ties}
     return assert_agrees(choose("triton"), "edgeconv_matvec", label=label, X=X, winner=winner, C=C, V=V, **settings)
 
 
 @pytest.mark.parametrize("case", [case for case in PAIRWISE_EDGES if case.F < 100][::3], ids=str)
 def test_atomic_sums_agree_with_the_reference(case: EdgeCase) -> None:
     with triton_options(atomic=True):
-        assert_product(*tensors_of(case), case.bias)
+        for ties in (None, edge_ties(case, sloped=False), edge_ties(case, sloped=True)):
+            assert_product(*tensors_of(case), case.bias, ties=ties)
 
 
 def test_atomic_sums_agree_where_one_point_wins_everywhere_and_where_each_wins_itself() -> None:
@@ -234,6 +237,7 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
             X, winner, C, V = tensors_of(case)
             with triton_options(precision=precision, atomic=next(flags)):
                 assert_product(X, winner, C, V, case.bias, (case, pair))
+                assert_product(X, winner, C, V, case.bias, (case, pair), ties=edge_ties(case, sloped=True))
 
 
 @every_vendor

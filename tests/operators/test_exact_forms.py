@@ -14,10 +14,10 @@ from s3d_fast import SplittingOperator, SumOperator
 from s3d_fast.backends import operations
 from s3d_fast.maths import reference
 from s3d_fast.maths.reference import DepthwiseStage
-from s3d_fast.operators import DepthwiseOperator, GatedOperator, matvec_all
+from s3d_fast.operators import DepthwiseOperator, EdgeConvOperator, GatedOperator, TiedConvOperator, matvec_all
 from s3d_fast.operators.streamed import DiskStream, StreamedOperator
-from tests.backends.agreement import depthwise_of, gated_of
-from tests.cases import DEPTHWISE, RowsCase, random_tensor, random_vectors, relative_error
+from tests.backends.agreement import depthwise_of, edge_ties, gated_of, tied_of
+from tests.cases import DEPTHWISE, ConvCase, EdgeCase, RowsCase, random_tensor, random_vectors, relative_error
 
 
 def gated(full: bool, bias: bool, dtype: torch.dtype = torch.float64) -> GatedOperator:
@@ -67,9 +67,58 @@ def dense_depthwise(operator: DepthwiseOperator) -> Tensor:
     return sum(torch.einsum("bhwm,bhwmd,bhwme->mde", C, J, J) for C, J in terms)
 
 
+def tied_edges(sloped: bool, dtype: torch.dtype = torch.float64) -> EdgeConvOperator:
+    case = EdgeCase(2, 9, 3, 4, 5, dtype, bias=True)
+    ties = edge_ties(case, sloped)
+    X, winner, C = case.won()
+    return EdgeConvOperator(X, winner, C, runner=ties.runner, K=ties.K, d1=ties.d1, d2=ties.d2, bias=True)
+
+
+def dense_tied_edges(operator: EdgeConvOperator) -> Tensor:
+    """Return S = sum C edge edge^T + K e e^T, one edge at a time."""
+    X, batch = operator.X, torch.arange(len(operator.X))[:, None, None]
+    centre = X[:, :, None].expand(-1, -1, operator.shape[0], -1)
+
+    def edges(index: Tensor) -> Tensor:
+        return reference.with_ones(torch.cat([X[batch, index] - centre, centre], -1))
+
+    won, lost = edges(operator.winner), edges(operator.runner)
+    one = torch.ones_like(operator.C)
+    d1, d2 = (one, one) if operator.d1 is None else (operator.d1, operator.d2)
+    e = d1[..., None] * won - d2[..., None] * lost
+    return sum(torch.einsum("bpm,bpmd,bpme->mde", C, x, x) for C, x in ((operator.C, won), (operator.K, e)))
+
+
+def tied_conv(sloped: bool, dtype: torch.dtype = torch.float64) -> TiedConvOperator:
+    case = ConvCase(2, 2, 8, 7, 3, k=(2, 3), s=(2, 1), p=(0, 2), d=(3, 2), bias=sloped, dtype=dtype)
+    given = tied_of(case, sloped)
+    settings = {**given["ties"]._asdict(), **given["geometry"]._asdict(), "bias": sloped}
+    return TiedConvOperator(given["X"], given["C"], **settings)
+
+
+def dense_tied_conv(operator: TiedConvOperator) -> Tensor:
+    """Return S = sum C x x^T + K e e^T over patches x."""
+    kernel_size, stride, padding, dilation = operator.geometry
+    x = torch.nn.functional.unfold(operator.X, kernel_size, dilation, padding, stride).mT
+    x = (reference.with_ones(x) if operator.bias else x)[:, None].expand(-1, operator.shape[0], -1, -1)
+
+    def at(index: Tensor) -> Tensor:
+        return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
+
+    one = torch.ones_like(operator.K)
+    d1, d2 = (one, one) if operator.d1 is None else (operator.d1, operator.d2)
+    e = d1[..., None] * at(operator.first) - d2[..., None] * at(operator.second)
+    terms = ((operator.C.flatten(2), x), (operator.K, e))
+    return sum(torch.einsum("bmn,bmnd,bmne->mde", C, rows, rows) for C, rows in terms)
+
+
 FORMS: dict[str, tuple[Callable[..., SplittingOperator], Callable[..., Tensor]]] = {
     "gated": (lambda dtype=torch.float64: gated(True, True, dtype), dense_gated),
     "gated-linear": (lambda dtype=torch.float64: gated(False, False, dtype), dense_gated),
+    "edges-tied": (lambda dtype=torch.float64: tied_edges(False, dtype), dense_tied_edges),
+    "edges-tied-sloped": (lambda dtype=torch.float64: tied_edges(True, dtype), dense_tied_edges),
+    "conv-tied": (lambda dtype=torch.float64: tied_conv(False, dtype), dense_tied_conv),
+    "conv-tied-sloped": (lambda dtype=torch.float64: tied_conv(True, dtype), dense_tied_conv),
     "depthwise": (lambda dtype=torch.float64: depthwise(0, dtype), dense_depthwise),
     "depthwise-strided": (lambda dtype=torch.float64: depthwise(1, dtype), dense_depthwise),
     "depthwise-stages": (lambda dtype=torch.float64: depthwise(2, dtype), dense_depthwise),
@@ -137,6 +186,47 @@ def test_one_call_gives_the_products_of_all_forms() -> None:
     vectors = [random_vectors(*operator.shape) for operator in operators]
     for product, operator, V in zip(matvec_all(operators, vectors), operators, vectors, strict=True):
         assert relative_error(product, operator.matvec(V)) < 1e-13
+
+
+def test_rows_of_clouds_are_maps_of_width_one() -> None:
+    X, C = random_tensor(2, 7, 3), random_tensor(2, 4, 7, 1)
+    first, second, K = torch.full((2, 4, 1), 6), torch.full((2, 4, 1), 2), random_tensor(2, 4, 1)
+    operator = TiedConvOperator(X.mT.unsqueeze(-1), C, first=first, second=second, K=K)
+    e = X[:, 6] - X[:, 2]
+    expected = torch.einsum("bmp,bpd,bpe->mde", C[..., 0], X, X) + torch.einsum("bm,bd,be->mde", K[..., 0], e, e)
+    assert relative_error(operator.dense(), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"runner": None}, "runner and K must be given together"),
+        ({"d1": None}, "d1 and d2 together"),
+        ({"runner": torch.full((2, 9, 5), 9)}, r"runner must lie in \[0, 9\)"),
+        ({"K": random_tensor(2, 9, 4)}, r"K must have shape \(2, 9, 5\)"),
+    ],
+)
+def test_bad_ties_of_edges_are_refused(change: dict[str, Any], message: str) -> None:
+    good = vars(tied_edges(True))
+    given = {name: good[name] for name in ("X", "winner", "C", "runner", "K", "d1", "d2")}
+    with pytest.raises(ValueError, match=message):
+        EdgeConvOperator(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d2": None}, "d1 and d2 must be given together"),
+        ({"first": torch.full((2, 3, 5), -1)}, "first must lie in"),
+        ({"second": torch.zeros(2, 3, 4, dtype=torch.int64)}, r"second must have shape \(2, 3, 5\)"),
+        ({"K": random_tensor(2, 2, 5)}, r"K must have shape \(2, 3, Q\)"),
+    ],
+)
+def test_bad_ties_of_positions_are_refused(change: dict[str, Any], message: str) -> None:
+    operator = tied_conv(True)
+    given = {name: getattr(operator, name) for name in ("X", "C", "first", "second", "K", "d1", "d2")}
+    with pytest.raises(ValueError, match=message):
+        TiedConvOperator(**{**given, **operator.geometry._asdict(), **change})
 
 
 def test_equal_rows_are_the_common_part_of_gated_units() -> None:

@@ -1,0 +1,172 @@
+// Multiplies maps by their curvature coefficients and adds the ties of the maxima behind them.
+//
+// T = C * P, and for every tie with t = K (d1 P[first] - d2 P[second]),
+//     T[first] += d1 t,  T[second] -= d2 t.
+// It stands between the two products of a convolution's S v. A task takes some channels of one image.
+#include <ATen/ops/empty_like.h>
+
+#include "checks.h"
+#include "dtype.h"
+#include "operator.h"
+#include "matrix.h"
+#include "parallel.h"
+
+namespace s3d {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+constexpr int64_t entries_per_task = 1 << 14;
+
+// Maps (B, channels, places) with any strides.
+template <typename T>
+struct Maps {
+    T* data;
+    int64_t image, channel, place;
+
+    explicit Maps(const at::Tensor& maps)
+        : data(static_cast<T*>(const_cast<void*>(maps.const_data_ptr()))),
+          image(maps.stride(0)),
+          channel(maps.stride(1)),
+          place(maps.stride(2)) {}
+    T* at(int64_t b, int64_t c) const { return data + b * image + c * channel; }
+};
+
+template <typename T>
+class TiedMaps {
+ public:
+    // All tensors are (B, channels, places) or (B, M, ties), in the dtype T; K, d1 and d2 may be absent.
+    TiedMaps(const at::Tensor& P, const at::Tensor& C, const at::Tensor& first, const at::Tensor& second,
+             const at::Tensor& K, const OptionalTensor& d1, const OptionalTensor& d2, const at::Tensor& out)
+        : P_(P),
+          C_(C),
+          K_(K),
+          d1_(d1 ? *d1 : K),
+          d2_(d2 ? *d2 : K),
+          first_(first),
+          second_(second),
+          out_(out),
+          sloped_(d1.has_value()),
+          images_(P.size(0)),
+          channels_(P.size(1)),
+          filters_(C.size(1)),
+          places_(P.size(2)),
+          ties_(K.size(2)) {}
+
+    void run() const {
+        const int64_t per_task = std::max<int64_t>(1, entries_per_task / std::max<int64_t>(1, places_ + ties_));
+        const int64_t blocks = ceil_div(channels_, per_task);
+        std::atomic<bool> in_range{true};
+        run_tasks(images_ * blocks, [&](int64_t task) {
+            const int64_t b = task / blocks, begin = task % blocks * per_task;
+            if (!run_channels(b, begin, std::min(channels_, begin + per_task))) in_range = false;
+        });
+        TORCH_CHECK_INDEX(in_range, "first and second must lie in [0, ", places_, ")");
+    }
+
+ private:
+    bool run_channels(int64_t b, int64_t begin, int64_t end) const {
+        multiply(b, begin, end);
+        for (int64_t c = begin; c < end; ++c) {
+            const int64_t filter = c % filters_;
+            const T *p = P_.at(b, c), *k = K_.at(b, filter), *d1 = d1_.at(b, filter), *d2 = d2_.at(b, filter);
+            const int64_t *first = first_.at(b, filter), *second = second_.at(b, filter);
+            T* to = out_.at(b, c);
+            for (int64_t q = 0; q < ties_; ++q) {
+                const int64_t w = first[q * first_.place], r = second[q * second_.place];
+                // Each index is checked right before it is used.
+                if (w < 0 || w >= places_ || r < 0 || r >= places_) return false;
+                const T winner = p[w * P_.place], runner = p[r * P_.place], factor = k[q * K_.place];
+                if (sloped_) {
+                    const T up = d1[q * d1_.place], down = d2[q * d2_.place];
+                    const T t = factor * (up * winner - down * runner);
+                    to[w * out_.place] += up * t;
+                    to[r * out_.place] -= down * t;
+                } else {
+                    const T t = factor * (winner - runner);
+                    to[w * out_.place] += t;
+                    to[r * out_.place] -= t;
+                }
+            }
+        }
+        return true;
+    }
+
+    // out = C * P, along the dimension that is contiguous in memory.
+    void multiply(int64_t b, int64_t begin, int64_t end) const {
+        if (P_.place == 1 && C_.place == 1 && out_.place == 1) {
+            for (int64_t c = begin; c < end; ++c) {
+                const T *p = P_.at(b, c), *own = C_.at(b, c % filters_);
+                T* to = out_.at(b, c);
+                for (int64_t n = 0; n < places_; ++n) to[n] = p[n] * own[n];
+            }
+            return;
+        }
+        for (int64_t n = 0; n < places_; ++n) {
+            for (int64_t c = begin; c < end; ++c) {
+                out_.at(b, c)[n * out_.place] = P_.at(b, c)[n * P_.place] * C_.at(b, c % filters_)[n * C_.place];
+            }
+        }
+    }
+
+    const Maps<T> P_, C_, K_, d1_, d2_;
+    const Maps<int64_t> first_, second_;
+    const Maps<T> out_;
+    const bool sloped_;
+    const int64_t images_, channels_, filters_, places_, ties_;
+};
+
+at::Tensor tied_maps_meta(const at::Tensor& P, const at::Tensor& C, const at::Tensor& first, const at::Tensor& second,
+                          const at::Tensor& K, const OptionalTensor& d1, const OptionalTensor& d2) {
+    check_compute_dtype("P", P);
+    check_storage("C", C, P);
+    TORCH_CHECK_VALUE(P.dim() == 4, "P must have shape (B, K M, H, W), got ", P.sizes());
+    TORCH_CHECK_VALUE(C.dim() == 4 && C.size(0) == P.size(0) && C.size(2) == P.size(2) && C.size(3) == P.size(3) &&
+                          (C.size(1) > 0 ? P.size(1) % C.size(1) == 0 : P.size(1) == 0),
+                      "C must have the shape (B, M, H, W) of P ", P.sizes(), ", got ", C.sizes());
+    TORCH_CHECK_VALUE(K.dim() == 3 && K.size(0) == C.size(0) && K.size(1) == C.size(1), "K must have shape (",
+                      C.size(0), ", ", C.size(1), ", Q), got ", K.sizes());
+    TORCH_CHECK_VALUE(d1.has_value() == d2.has_value(), "d1 and d2 must be given together");
+    const std::pair<const char*, const at::Tensor*> indices[] = {{"first", &first}, {"second", &second}};
+    for (const auto& [name, index] : indices) {
+        check_dtype(name, *index, at::kLong);
+        TORCH_CHECK_VALUE(index->sizes() == K.sizes(), name, " must have shape ", K.sizes(), ", got ", index->sizes());
+        check_device(name, *index, P);
+    }
+    check_storage("K", K, P);
+    const std::pair<const char*, const OptionalTensor*> slopes[] = {{"d1", &d1}, {"d2", &d2}};
+    for (const auto& [name, slope] : slopes) {
+        if (!*slope) continue;
+        check_storage(name, **slope, P);
+        TORCH_CHECK_VALUE((*slope)->sizes() == K.sizes(), name, " must have shape ", K.sizes(), ", got ",
+                          (*slope)->sizes());
+    }
+    return at::empty_like(P, P.suggest_memory_format());
+}
+
+at::Tensor tied_maps(const at::Tensor& P, const at::Tensor& C, const at::Tensor& first, const at::Tensor& second,
+                     const at::Tensor& K, const OptionalTensor& d1, const OptionalTensor& d2) {
+    const at::Tensor out = tied_maps_meta(P, C, first, second, K, d1, d2);
+    if (out.numel() == 0) return out;
+    const auto type = P.scalar_type();
+    const auto widened = [&](const OptionalTensor& tensor) {
+        return tensor ? OptionalTensor(tensor->to(type)) : std::nullopt;
+    };
+    // Both memory formats of maps have a view with one dimension of places.
+    with_dtype(type, [&]<typename T>() {
+        TiedMaps<T>(P.flatten(2), C.to(type).flatten(2), first, second, K.to(type), widened(d1), widened(d2),
+                    out.view({out.size(0), out.size(1), -1}))
+            .run();
+    });
+    return out;
+}
+
+TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    register_operator(m,
+                      "tied_maps(Tensor P, Tensor C, Tensor first, Tensor second, Tensor K, Tensor? d1=None, "
+                      "Tensor? d2=None) -> Tensor",
+                      tied_maps, tied_maps_meta);
+}
+
+}  // namespace
+}  // namespace s3d
