@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from s3d_fast.models import DGCNN
 from tests.model_cases import net
 
 Act = Callable[[], nn.Module]
@@ -291,4 +292,37 @@ CASES = (
         (2, 3, 3, 3),
         {"0": "ChainOperator"},
     ),
+)
+
+
+def _pooled(act: Act) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        act(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 5, 3, padding=1),
+        act(),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Flatten(),
+        nn.Linear(20, 3),
+    )
+
+
+def _cloud(act: Act) -> nn.Module:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.head(self.act(self.b(self.act(self.a(x)))).amax(1))
+
+    return net(forward, a=nn.Linear(3, 6), b=nn.Linear(6, 7), head=nn.Linear(7, 3), act=act())
+
+
+def _edges(act: Act) -> nn.Module:
+    return DGCNN((4, 5), 3, k=4, embedding=6, hidden=(4,), activation=act)
+
+
+# Networks with maxima: their second derivative is that of the network only away from ties.
+MAXIMA = (
+    ChainCase("pooled", _pooled, (3, 8, 8), {"0": "TiedConvOperator", "4": "TiedConvOperator"}),
+    ChainCase("cloud", _cloud, (12, 3), {"a": "PointwiseOperator", "b": "ChainOperator"}),
+    ChainCase("edges", _edges, (12, 3), {"edgeconvs.0": "EdgeConvOperator", "edgeconvs.1": "EdgeConvOperator"}),
 )

@@ -176,7 +176,7 @@ class ChainBuilder:
         self.is_first: list[bool] = []  # whether no curvature comes before
         self.shifted: dict[int, Tensor] = {}  # values that the graph does not show
         self.winners: dict[int, Tensor] = {}
-        self.has_ties = False
+        self.ties: dict[int, Maximum] = {}  # by the link
         self.depthwise = depthwise_chain(unit)
         self.rays: list[list[Any]] = []
         self.probes: list[list[Any]] = []
@@ -201,17 +201,17 @@ class ChainBuilder:
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether all curvature is one coefficient for every output of one weight's filters, in one call."""
+        """Whether all curvature except that of ties is one coefficient for every output of one weight's filters."""
         curved = [source for link in self.unit.links if link.is_curved for source in link.sources]
         alone = len(self.calls) == 1 and len(self.unit.filters) == 1
-        return alone and not self.has_ties and all(self.is_single[source] for source in curved)
+        return alone and all(self.is_single[source] for source in curved)
 
     @property
     def is_pair(self) -> bool:
         """Whether all curvature is a 2 x 2 matrix for every pair of outputs at one place of a channel's two filters."""
         curved = [source for link in self.unit.links if link.is_curved for source in link.sources]
         once = all(len(one.calls) == 1 for one in self.unit.filters)
-        return len(self.unit.filters) == 2 and once and not self.has_ties and all(self.is_direct[s] for s in curved)
+        return len(self.unit.filters) == 2 and once and not self.ties and all(self.is_direct[s] for s in curved)
 
     def _lookup(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -566,7 +566,6 @@ class ChainBuilder:
             g = g * link.activation.first(self.shifted[number])
         name = None
         if self.curvature.kind == "exact" and runner is not None:
-            self.has_ties = True
             gap = (compared.take(winner) - compared.take(runner)).abs()
             fixed = self.curvature.fixed_sharpness
             if fixed is not None:
@@ -574,15 +573,11 @@ class ChainBuilder:
             else:
                 width = self._bandwidth(link, TIE, g) * self._pair_reach(link, winner, runner)
             name = self._keep(sign * g * kernel(gap, width))
-        return [
-            Maximum(
-                self.at[link.sources[0]],
-                self._keep(winner),
-                self._keep(winner if runner is None else runner),
-                name,
-                link.is_last,
-            )
-        ]
+        found = (self._keep(winner), self._keep(winner if runner is None else runner))
+        step = Maximum(self.at[link.sources[0]], *found, name, link.is_last)
+        if name is not None:
+            self.ties[number] = step
+        return [step]
 
     def _pair_reach(self, link: Link, winner: Tensor, runner: Tensor) -> Tensor:
         """Return |dz_1/dtheta - dz_2/dtheta| of winners and runners-up, from random directions."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from s3d_fast.backends.operations import unchecked_curvature
 from s3d_fast.capture.chain import ChainBuilder, Curvature, Values, require_same
 from s3d_fast.capture.depthwise import DepthwiseChain, channels_last, scaled, squared, times
+from s3d_fast.capture.edges import edgeconv_operator
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.maths.activations import activation
 from s3d_fast.network.calls import Call, operation, shape
@@ -23,6 +24,7 @@ from s3d_fast.operators import (
     GatedOperator,
     PointwiseOperator,
     SplittingOperator,
+    TiedConvOperator,
 )
 from s3d_fast.operators.chain import Curve
 
@@ -32,12 +34,19 @@ def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curva
     C = _coefficients_at_once(unit, values, curvature)
     if C is not None:
         return _on_rows(unit, values, C)
+    edges = edgeconv_operator(unit, values, model, curvature)
+    if edges is not None:
+        return edges
     builder = ChainBuilder(unit, values, model, curvature)
     general = builder.operator()
     if builder.is_diagonal and _has_rows(unit):
         # Every activation sees multiples of single outputs: all curvature is one coefficient for each of them.
-        (C,) = general.curvature_of([torch.ones_like(values.of(unit.filters[0].calls[0].node))])
-        return _on_rows(unit, values, C)
+        ones = torch.ones_like(values.of(unit.filters[0].calls[0].node))
+        if not builder.ties:
+            return _on_rows(unit, values, general.curvature_of([ones])[0])
+        tied = _tied(unit, values, builder, general, ones)
+        if tied is not None:
+            return tied
     if builder.depthwise is not None and builder.rows is not None:
         return _with_stages(unit, values, builder, builder.depthwise)
     if builder.is_pair:
@@ -67,6 +76,43 @@ def _coefficients_at_once(unit: Unit, values: Values, curvature: Curvature) -> T
     require_same(z, g)
     scale = norm_scale(before[0].node, values.module).to(z.dtype) if before else None
     return unchecked_curvature(g, z, act, scale, last.axis)
+
+
+def _tied(
+    unit: Unit, values: Values, builder: ChainBuilder, general: ChainOperator, ones: Tensor
+) -> SplittingOperator | None:
+    """Return the operator of a convolution under one maximum over positions; None for other maxima."""
+    call = Call(unit.filters[0].calls[0].node)
+    ((number, step), *others) = builder.ties.items()
+    source = unit.links[number - len(builder.calls)].sources[0]
+    is_whole = call.operation == "aten.conv2d" and ones.dim() == 4 and len(unit.filters[0].rows) == ones.shape[1]
+    if others or not is_whole or not builder.is_direct[source] or isinstance(call["padding"], str):
+        return None
+    assert step.kernel is not None
+    # What every value compared is of the layer's output: the slopes and scales between the two.
+    made = general.tangents([ones])[builder.at[source]]
+    winner, runner = builder.tensors[step.winner], builder.tensors[step.runner]
+    d1, d2 = made.take(winner).flatten(2), made.take(runner).flatten(2)
+    positions = ones.shape[2] * ones.shape[3]
+    K = builder.tensors[step.kernel].flatten(2)
+    if torch.equal(d1, d2):
+        K, same = K * d1.square(), True
+    else:
+        same = False
+    return TiedConvOperator(
+        values.of(unit.filters[0].calls[0].source),
+        general.without_ties().curvature_of([ones])[0],
+        first=winner.flatten(2) % positions,
+        second=runner.flatten(2) % positions,
+        K=K,
+        d1=None if same else d1,
+        d2=None if same else d2,
+        kernel_size=shape(call["weight"])[2:],
+        stride=_pair(call["stride"]),
+        padding=_pair(call["padding"]),
+        dilation=_pair(call["dilation"]),
+        bias=unit.filters[0].bias is not None,
+    )
 
 
 def _with_stages(unit: Unit, values: Values, builder: ChainBuilder, chain: DepthwiseChain) -> SplittingOperator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -411,6 +411,19 @@ class ChainOperator(SplittingOperator):
             found += step.sites(made, self.tensor)
             made.append(step.tangent(made, self.tensor))
         return found
+
+    def tangents(self, outputs: Sequence[Tensor]) -> list[Any]:
+        """Return the tangents that all steps make of tangents of the layers' outputs."""
+        made: list[Any] = list(outputs)
+        for step in self.steps[len(self.writes) :]:
+            made.append(step.tangent(made, self.tensor))
+        return made
+
+    def without_ties(self) -> ChainOperator:
+        """Return the operator without the curvature of ties."""
+        other = copy.copy(self)
+        other.steps = tuple(replace(step, kernel=None) if isinstance(step, Maximum) else step for step in self.steps)
+        return other
 
     def curvature_of(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the product of the curvature of q, as a function of the layers' outputs, with tangents of these."""

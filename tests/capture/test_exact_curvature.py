@@ -14,7 +14,7 @@ from torch.func import functional_call
 import s3d_fast as s3d
 from s3d_fast.capture import forms, one_batch
 from s3d_fast.operators import SplittingOperator
-from tests.chain_cases import CASES, ChainCase
+from tests.chain_cases import CASES, MAXIMA, ChainCase
 from tests.model_cases import squared_error
 
 
@@ -77,3 +77,28 @@ def test_fused_forms_are_the_definition(
         assert type(defined[name]).__name__ == "ChainOperator"
         V = vectors(operator)
         torch.testing.assert_close(operator.matvec(V), defined[name].matvec(V), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.ReLU, lambda: nn.LeakyReLU(0.2)])
+@pytest.mark.parametrize("case", MAXIMA, ids=str)
+def test_fused_forms_of_maxima_are_the_definition(
+    case: ChainCase, act: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A fixed sharpness: the definition estimates lengths of differences from random directions.
+    _, _, fused, _, _ = captured(case, act, sharpness=4.0)
+    assert case.operators.items() <= {name: type(operator).__name__ for name, operator in fused.items()}.items()
+    monkeypatch.setattr(one_batch, "unit_operator", lambda *given: forms.ChainBuilder(*given).operator())
+    _, _, defined, _, _ = captured(case, act, sharpness=4.0)
+    for name, operator in fused.items():
+        V = vectors(operator)
+        torch.testing.assert_close(operator.matvec(V), defined[name].matvec(V), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", MAXIMA, ids=str)
+def test_maxima_without_ties_have_the_second_derivative_of_the_grown_network(case: ChainCase) -> None:
+    model, graph, operators, x, target = captured(case, sharpness=1e12)
+    for name, operator in operators.items():
+        V = vectors(operator)
+        forms_of = (V * operator.matvec(V)).sum(-1)
+        wanted = second_derivative(model, graph, name, V, lambda f: squared_error(f(x), target))
+        assert abs(wanted - float(forms_of.sum())) <= 1e-8 * float(forms_of.abs().sum()), name
