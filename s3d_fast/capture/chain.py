@@ -17,6 +17,7 @@ from s3d_fast.base import require
 from s3d_fast.capture.depthwise import as_maps, channels_last, depthwise_chain, rows_of, scaled, times
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.capture.maxima import top_two
+from s3d_fast.capture.pairs import difference_norms
 from s3d_fast.maths.activations import DEFAULT_SHARPNESS, Activation
 from s3d_fast.network.calls import Call, operation
 from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors
@@ -580,11 +581,23 @@ class ChainBuilder:
         return [step]
 
     def _pair_reach(self, link: Link, winner: Tensor, runner: Tensor) -> Tensor:
-        """Return |dz_1/dtheta - dz_2/dtheta| of winners and runners-up, from random directions."""
+        """Return |dz_1/dtheta - dz_2/dtheta| of winners and runners-up; from random directions if it must be."""
+        source = link.sources[0]
+        call = self.calls[0]
+        alone = len(self.calls) == 1 and len(self.unit.filters) == 1 and not call.views
+        if alone and self.is_direct[source] and self.is_single[source]:
+            output = self.values.of(call.node)
+            made: list[Any] = [torch.ones_like(output)]
+            for step in self.steps[1:]:
+                made.append(step.tangent(made, self._lookup))
+            bias = self.unit.filters[0].bias is not None
+            x = self.values.of(call.source)
+            norms = difference_norms(call.node, x, output, made[self.at[source]], winner, runner, bias)
+            if norms is not None:
+                return norms
         if not self.probes:
             self._replay_probes()
-        step = self.at[link.sources[0]]
-        r = [probe[step] for probe in self.probes]
+        r = [probe[self.at[source]] for probe in self.probes]
         return _root_of_squares([one.take(winner) - one.take(runner) for one in r]) / math.sqrt(len(r))
 
     def _replay_probes(self) -> None:

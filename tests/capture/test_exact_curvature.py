@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import s3d_fast as s3d
 from s3d_fast.capture import forms, one_batch
+from s3d_fast.capture.pairs import difference_norms
 from s3d_fast.operators import SplittingOperator
 from tests.chain_cases import CASES, MAXIMA, ChainCase
 from tests.model_cases import squared_error
@@ -102,3 +103,30 @@ def test_maxima_without_ties_have_the_second_derivative_of_the_grown_network(cas
         forms_of = (V * operator.matvec(V)).sum(-1)
         wanted = second_derivative(model, graph, name, V, lambda f: squared_error(f(x), target))
         assert abs(wanted - float(forms_of.sum())) <= 1e-8 * float(forms_of.abs().sum()), name
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_lengths_of_differences_between_patches_are_exact(stride: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, (3, 2), stride=stride, padding=(1, 0), dilation=(1, 2), bias=bias).double()
+    model = nn.Sequential(conv, nn.SiLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.LazyLinear(2, dtype=torch.float64))
+    x = torch.randn(2, 3, 9, 10, dtype=torch.float64)
+    model(x)
+    graph = s3d.trace(model, x)
+    (call,) = graph.units["0"].filters[0].calls
+    output = conv(x).detach()
+    factors = torch.randn_like(output)
+    winner = torch.randint(output.numel(), (50,))
+    # The runner-up is in the same map, nearby.
+    size = output.shape[2] * output.shape[3]
+    runner = winner // size * size + (winner % size + torch.randint(-12, 12, (50,))).clamp(0, size - 1)
+    rows = nn.functional.unfold(x, (3, 2), (1, 2), (1, 0), stride).mT
+    rows = torch.cat([rows, torch.ones_like(rows[..., :1])], -1) if bias else rows
+
+    def row(place: Tensor) -> Tensor:
+        return factors.take(place).unsqueeze(-1) * rows[place // (4 * size), place % size]
+
+    found = difference_norms(call.node, x, output, factors, winner, runner, bias)
+    assert found is not None
+    torch.testing.assert_close(found, (row(winner) - row(runner)).norm(dim=-1), rtol=1e-10, atol=1e-10)

@@ -1,0 +1,72 @@
+"""Lengths of differences between rows: how far a step moves the gap between a winner and its runner-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from s3d_fast.network.calls import Call
+
+# Rows of winners and runners-up are gathered only if they have at most this many numbers.
+MOST_NUMBERS = 50_000_000
+
+
+def difference_norms(
+    call: fx.Node, x: Tensor, output: Tensor, factors: Tensor, winner: Tensor, runner: Tensor, bias: bool
+) -> Tensor | None:
+    """Return |c_1 x_1 - c_2 x_2| for the rows x of winners and runners-up; None if that is not known for this layer.
+
+    Args:
+        call: the layer's call, a convolution or a linear layer.
+        x: what it reads.
+        output: what it makes.
+        factors: c, like the output.
+        winner, runner: flat places in the output.
+        bias: whether rows end in a 1.
+    """
+    name = Call(call).operation
+    c1, c2 = factors.take(winner), factors.take(runner)
+    if name == "aten.linear" and 2 * winner.numel() * x.shape[-1] <= MOST_NUMBERS:
+        rows = x.flatten(0, -2)
+        first, second = rows[winner // output.shape[-1]], rows[runner // output.shape[-1]]
+        squares = (c1.unsqueeze(-1) * first - c2.unsqueeze(-1) * second).square().sum(-1)
+        return (squares + (c1 - c2).square() if bias else squares).sqrt()
+    if name != "aten.conv2d" or output.dim() != 4 or isinstance(Call(call)["padding"], str):
+        return None
+    height, width = output.shape[2:]
+    samples = winner // (output.shape[1] * height * width)
+    at, other = winner % (height * width), runner % (height * width)
+    down, right = other // width - at // width, other % width - at % width
+    inner = torch.zeros_like(c1)
+    own = torch.zeros_like(c1)
+    others = torch.zeros_like(c1)
+    squares = _inner_products(call, x, 0, 0, bias).flatten(1)
+    own, others = squares[samples, at], squares[samples, other]
+    for shift in torch.stack([down.flatten(), right.flatten()], 1).unique(dim=0).tolist():
+        here = (down == shift[0]) & (right == shift[1])
+        products = _inner_products(call, x, shift[0], shift[1], bias).flatten(1)
+        inner = torch.where(here, products[samples, torch.where(here, at, 0)], inner)
+    return (c1 * c1 * own + c2 * c2 * others - 2 * c1 * c2 * inner).clamp(min=0).sqrt()
+
+
+def _inner_products(call: fx.Node, x: Tensor, down: int, right: int, bias: bool) -> Tensor:  # (B, H', W')
+    """Return the inner product of every patch with the patch so many positions away; zero beyond the border."""
+    bound = Call(call)
+    kernel = bound["weight"].meta["val"].shape[2:]
+    stride, padding, dilation = (_pair(bound[name]) for name in ("stride", "padding", "dilation"))
+    padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    steps = (down * stride[0], right * stride[1])
+    moved = F.pad(padded, (-min(0, steps[1]) * 1, max(0, steps[1]), -min(0, steps[0]) * 1, max(0, steps[0])))
+    top, left = max(0, steps[0]), max(0, steps[1])
+    moved = moved[:, :, top : top + padded.shape[2], left : left + padded.shape[3]]
+    products = (padded * moved).sum(1, keepdim=True)
+    ones = products.new_ones(1, 1, *(int(size) for size in kernel))
+    return F.conv2d(products, ones, stride=stride, dilation=dilation)[:, 0] + float(bias)
+
+
+def _pair(given: Any) -> tuple[int, int]:
+    values = [int(one) for one in given] if isinstance(given, (list, tuple)) else [int(given)]
+    return (values[0], values[-1])
