@@ -58,8 +58,8 @@ def test_valid_input_is_accepted() -> None:
     ("call", "message"),
     [
         (lambda: kinks(row_norm=None), "row_norm and bandwidth must be given together"),
-        (lambda: kinks(row_norm=torch.ones(5)), r"row_norm must have shape \(6,\), got \(5,\)"),
-        (lambda: kinks(bandwidth=torch.ones(6)), r"bandwidth must have shape \(3,\), got \(6,\)"),
+        (lambda: kinks(row_norm=torch.ones(5)), r"row_norm must have shape \(6\), got \(5,\)"),
+        (lambda: kinks(bandwidth=torch.ones(6)), r"bandwidth must have shape \(3\), got \(6,\)"),
         (lambda: s3d.splitting_matvec(X[0], C, V), r"X must have shape \(N, D\), got \(4,\)"),
         (lambda: s3d.splitting_matvec(X, C[:5], V), r"C must have shape \(6, M\), got \(5, 3\)"),
         (lambda: s3d.splitting_matvec(X, C[0], V), r"C must have shape \(6, M\), got \(3,\)"),
