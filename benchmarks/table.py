@@ -30,6 +30,10 @@ NOTES = """
 - **16-bit storage**: at these sizes, widening every entry of X and C costs more time than reading fewer bytes saves.
   The benefit is half the memory.
 - **EdgeConv**: gathering from and scattering to the winners, entry by entry. With 3 features there is little else.
+- **gated S v**: arithmetic; it runs at the speed of `S v`. Plain PyTorch gains on it as D grows, because storing the
+  products costs less and less beside the arithmetic.
+- **S v with a depthwise stage**: reading. It has four arrays of coefficients and rows to read where `S v` has two.
+- **ties**: in EdgeConv, one more gather and scatter, entry by entry. With 3 features there is little else.
 - **dense S**: forming the products of pairs. All filters share them; with few filters, forming them dominates.
 - **eigen phase**: for a narrow network, mostly capture: the forward and backward pass, and storing their results as
   rows in newly allocated memory. At 224 x 224, the products S v, which run near the arithmetic peak; the forward and

@@ -16,22 +16,27 @@ constexpr int64_t entries_per_task = 1 << 14, longest_period = 1 << 12, least_ru
 struct Settings {
     const std::optional<at::Tensor> scale;  // one entry per entry of dimension `axis`
     const int64_t axis;
+    const std::optional<at::Tensor> row_norm, bandwidth;  // one entry per row, and one per channel; or neither
     CurvatureFormula formula;
 
     Settings(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale, int64_t axis,
              int64_t curvature, double a, double b, at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
-             double sharpness)
-        : scale(scale), axis(axis) {
+             double sharpness, const std::optional<at::Tensor>& row_norm, const std::optional<at::Tensor>& bandwidth)
+        : scale(scale), axis(axis), row_norm(row_norm), bandwidth(bandwidth) {
         check_compute_dtype("g", g);
         check_dtype("z", z, g.scalar_type());
         TORCH_CHECK_VALUE(z.sizes() == g.sizes(), "z must have shape ", g.sizes(), ", got ", z.sizes());
         check_device("z", z, g);
         TORCH_CHECK_VALUE(0 <= axis && axis < g.dim(), "axis must be a dimension of g, got ", axis, " for ", g.sizes());
-        if (scale) {
-            check_dtype("scale", *scale, g.scalar_type());
-            TORCH_CHECK_VALUE(scale->dim() == 1 && scale->size(0) == g.size(axis), "scale must have shape (",
-                              g.size(axis), "), got ", scale->sizes());
-            check_device("scale", *scale, g);
+        const int64_t channels = g.size(axis);
+        if (scale) check_vector("scale", *scale, channels, g);
+        TORCH_CHECK_VALUE(row_norm.has_value() == bandwidth.has_value(),
+                          "row_norm and bandwidth must be given together");
+        if (row_norm) {
+            int64_t rows = 1;
+            for (int64_t d = 0; d < g.dim(); ++d) rows *= d == axis ? 1 : g.size(d);
+            check_vector("row_norm", *row_norm, rows, g);
+            check_vector("bandwidth", *bandwidth, channels, g);
         }
         constexpr int64_t last_curvature = static_cast<int64_t>(Curvature::gaussian);
         TORCH_CHECK_VALUE(0 <= curvature && curvature <= last_curvature, "curvature must lie in [0, ", last_curvature,
@@ -45,6 +50,14 @@ struct Settings {
         std::copy(kink_at.begin(), kink_at.end(), formula.kink_at);
         std::copy(kink_jump.begin(), kink_jump.end(), formula.kink_jump);
     }
+
+ private:
+    static void check_vector(const char* name, const at::Tensor& vector, int64_t size, const at::Tensor& g) {
+        check_dtype(name, vector, g.scalar_type());
+        TORCH_CHECK_VALUE(vector.dim() == 1 && vector.size(0) == size, name, " must have shape (", size, "), got ",
+                          vector.sizes());
+        check_device(name, vector, g);
+    }
 };
 
 // Makes an operator, `call`, of a function of g, z and the settings.
@@ -54,8 +67,10 @@ template <typename Result, typename G, Result (*function)(G, const at::Tensor&, 
 struct WithSettings<function> {
     static Result call(G g, const at::Tensor& z, const std::optional<at::Tensor>& scale, int64_t axis,
                        int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
-                       at::ArrayRef<double> kink_jump, double sharpness) {
-        return function(g, z, Settings(g, z, scale, axis, curvature, a, b, kink_at, kink_jump, sharpness));
+                       at::ArrayRef<double> kink_jump, double sharpness, const std::optional<at::Tensor>& row_norm,
+                       const std::optional<at::Tensor>& bandwidth) {
+        return function(
+            g, z, Settings(g, z, scale, axis, curvature, a, b, kink_at, kink_jump, sharpness, row_norm, bandwidth));
     }
 };
 
@@ -83,6 +98,31 @@ void compute(const CurvatureFormula& formula, const T* g, const T* z, const T* s
     });
 }
 
+// The same with kinks of the width row_norm * bandwidth. Entry (o, c, i) of g, which has the shape (outer, channels,
+// inner), belongs to row o * inner + i.
+template <typename T>
+void compute_by_width(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, const T* row_norm,
+                      const T* bandwidth, int64_t outer, int64_t channels, int64_t inner, T* out) {
+    const Kernels<T>& kernel = kernels<T>();
+    if (inner == 1) {
+        const int64_t per_task = std::max<int64_t>(1, entries_per_task / channels);
+        run_tasks(ceil_div(outer, per_task), [&](int64_t task) {
+            const int64_t first = task * per_task, begin = first * channels;
+            const KinkWidths<T> widths{row_norm + first, bandwidth, nullptr, scale};
+            kernel.curvature_rows(formula, widths, g + begin, z + begin, std::min(per_task, outer - first), channels,
+                                  out + begin);
+        });
+        return;
+    }
+    const int64_t per_task = std::max<int64_t>(1, entries_per_task / inner), blocks = ceil_div(channels, per_task);
+    run_tasks(outer * blocks, [&](int64_t task) {
+        const int64_t o = task / blocks, first = task % blocks * per_task, begin = (o * channels + first) * inner;
+        const KinkWidths<T> widths{bandwidth + first, row_norm + o * inner, scale ? scale + first : nullptr, nullptr};
+        kernel.curvature_rows(formula, widths, g + begin, z + begin, std::min(per_task, channels - first), inner,
+                              out + begin);
+    });
+}
+
 // g and out are contiguous.
 void compute_into(const at::Tensor& out, const at::Tensor& g, const at::Tensor& z, const Settings& settings) {
     if (g.numel() == 0) return;
@@ -90,9 +130,20 @@ void compute_into(const at::Tensor& out, const at::Tensor& g, const at::Tensor& 
     for (int64_t d = settings.axis + 1; d < g.dim(); ++d) inner *= g.size(d);
     const at::Tensor z_dense = z.contiguous();
     const at::Tensor scale = settings.scale ? settings.scale->contiguous() : at::Tensor();
+    const int64_t channels = g.size(settings.axis);
+    if (settings.row_norm) {
+        const at::Tensor norm = settings.row_norm->contiguous(), bandwidth = settings.bandwidth->contiguous();
+        with_dtype(g.scalar_type(), [&]<typename T>() {
+            compute_by_width<T>(settings.formula, g.const_data_ptr<T>(), z_dense.const_data_ptr<T>(),
+                                scale.defined() ? scale.const_data_ptr<T>() : nullptr, norm.const_data_ptr<T>(),
+                                bandwidth.const_data_ptr<T>(), g.numel() / (channels * inner), channels, inner,
+                                out.mutable_data_ptr<T>());
+        });
+        return;
+    }
     with_dtype(g.scalar_type(), [&]<typename T>() {
         compute<T>(settings.formula, g.const_data_ptr<T>(), z_dense.const_data_ptr<T>(),
-                   scale.defined() ? scale.const_data_ptr<T>() : nullptr, g.numel(), g.size(settings.axis), inner,
+                   scale.defined() ? scale.const_data_ptr<T>() : nullptr, g.numel(), channels, inner,
                    out.mutable_data_ptr<T>());
     });
 }
@@ -114,14 +165,18 @@ void overwrite_meta(at::Tensor& g, const at::Tensor&, const Settings&) {
 void overwrite(at::Tensor& g, const at::Tensor& z, const Settings& settings) {
     overwrite_meta(g, z, settings);
     at::assert_no_partial_overlap(g, z);
-    if (settings.scale) at::assert_no_overlap(g, *settings.scale);
+    for (const auto& vector : {settings.scale, settings.row_norm, settings.bandwidth}) {
+        if (vector) at::assert_no_overlap(g, *vector);
+    }
     compute_into(g, g, z, settings);
     mark_changed(g);
 }
 
 TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
     const std::string settings =
-        "Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float sharpness";
+        "Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float "
+        "sharpness, "
+        "Tensor? row_norm=None, Tensor? bandwidth=None";
     register_operator(m, "curvature_coefficients(Tensor g, Tensor z, " + settings + ") -> Tensor",
                       WithSettings<coefficients>::call, WithSettings<coefficients_meta>::call);
     register_operator(m, "curvature_coefficients_(Tensor(a!) g, Tensor z, " + settings + ") -> ()",

@@ -55,6 +55,13 @@ struct TapRun {
     int64_t taps, advance;
 };
 
+// The widths of kinks: across[n] * along[k] at row n and entry k; a kink whose width is zero or subnormal adds nothing.
+// Scales are 1 if they are null.
+template <typename T>
+struct KinkWidths {
+    const T *across, *along, *across_scale, *along_scale;
+};
+
 // The runners-up of EdgeConv's maxima, with their coefficients and slopes, for some rows and the filters of a panel.
 template <typename T>
 struct Ties {
@@ -136,6 +143,11 @@ struct Kernels {
     // out[n] = g[n] * act''(z[n]) * factor * scale[n]^2. If scale is null, scale[n] is 1. out may be g.
     void (*curvature)(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor, int64_t count,
                       T* out);
+
+    // The same for `rows` rows of `count` entries, where a kink at row n and entry k has the sharpness
+    // 1 / (across[n] * along[k]), and the factor is (across_scale[n] * along_scale[k])^2: see KinkWidths.
+    void (*curvature_rows)(const CurvatureFormula& formula, const KinkWidths<T>& widths, const T* g, const T* z,
+                           int64_t rows, int64_t count, T* out);
 
     // sum_i a[i] b[i].
     T (*dot)(const T* a, const T* b, int64_t count);

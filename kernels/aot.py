@@ -219,15 +219,17 @@ class KernelSources:
 
     def curvature(self) -> Iterator[KernelSource]:
         number = DTYPES[torch.float64 if self.dtype == "fp64" else torch.float32]
-        types = {name: f"*{self.dtype}" for name in ("g", "z", "scale", "out")}
+        types = {name: f"*{self.dtype}" for name in ("g", "z", "scale", "row_norm", "bandwidth", "out")}
         acts = [activation(name) for name in activation_names()] + [activation("gelu", approximate="tanh")]
         for act in acts:
-            constants = {**curvature.constants(act), "SCALED": True, "NUMBER": number, "BLOCK": curvature.BLOCK}
             name = "gelu, tanh" if act is acts[-1] else act.name
-            yield self.source(
-                curvature.curvature_kernel, f"curvature, {name}", str(curvature.BLOCK), constants, curvature.WARPS,
-                types=types, uses_products=False,
-            )  # fmt: skip
+            for by_width in (False, True) if act.kinks else (False,):
+                constants = {**curvature.constants(act), "SCALED": True, "BY_WIDTH": by_width, "NUMBER": number}
+                constants |= {"LEAST": curvature.least_number(self.stored), "BLOCK": curvature.BLOCK}
+                yield self.source(
+                    curvature.curvature_kernel, f"curvature, {name}" + ", by width" * by_width, str(curvature.BLOCK),
+                    constants, curvature.WARPS, types=types, uses_products=False,
+                )  # fmt: skip
 
     def surgery(self) -> Iterator[KernelSource]:
         everything = ("ROW_SCALE", "SHIFT", "SHIFT_ROWS", "REPEAT", "COLUMN_SCALE")

@@ -80,6 +80,8 @@ def curvature_kernel(
     g,
     z,
     scale,  # (channels,); not read unless SCALED
+    row_norm,  # (rows,); this and the next not read unless BY_WIDTH
+    bandwidth,  # (channels,)
     out,
     size,
     channels,
@@ -94,21 +96,37 @@ def curvature_kernel(
     JUMP_1: tl.constexpr,
     SHARPNESS: tl.constexpr,
     SCALED: tl.constexpr,
+    BY_WIDTH: tl.constexpr,
+    LEAST: tl.constexpr,  # the smallest normal number
     NUMBER: tl.constexpr,  # the dtype of the arithmetic
     BLOCK: tl.constexpr,
 ):
-    """out = g * act''(z) * scale^2, where each kink adds JUMP * SHARPNESS * slope(SHARPNESS * (z - AT)) to act''."""
+    """out = g * act''(z) * scale^2, where each kink adds JUMP * beta * slope(beta * (z - AT)) to act''.
+
+    beta is SHARPNESS; if BY_WIDTH, it is 1 / (row_norm * bandwidth), or 0 where that width is not a normal number.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     x = tl.load(z + i, mask=inside, other=0.0).to(NUMBER)
     second = curvature(x, NAME, A, B)
-    if KINKS > 0:
-        second += (JUMP_0 * SHARPNESS) * slope(SHARPNESS * (x - AT_0))
-    if KINKS > 1:
-        second += (JUMP_1 * SHARPNESS) * slope(SHARPNESS * (x - AT_1))
+    channel = (i // inner) % channels
+    if KINKS > 0 and BY_WIDTH:
+        row = i // (channels * inner) * inner + i % inner
+        width = tl.load(row_norm + row, mask=inside, other=0.0).to(NUMBER)
+        width *= tl.load(bandwidth + channel, mask=inside, other=0.0).to(NUMBER)
+        vanishes = width < LEAST
+        beta = tl.where(vanishes, 0.0, 1 / tl.where(vanishes, 1.0, width))
+        second += JUMP_0 * beta * slope(beta * (x - AT_0))
+        if KINKS > 1:
+            second += JUMP_1 * beta * slope(beta * (x - AT_1))
+    else:
+        if KINKS > 0:
+            second += (JUMP_0 * SHARPNESS) * slope(SHARPNESS * (x - AT_0))
+        if KINKS > 1:
+            second += (JUMP_1 * SHARPNESS) * slope(SHARPNESS * (x - AT_1))
     result = tl.load(g + i, mask=inside, other=0.0).to(NUMBER) * second
     if SCALED:
-        s = tl.load(scale + (i // inner) % channels, mask=inside, other=0.0).to(NUMBER)
+        s = tl.load(scale + channel, mask=inside, other=0.0).to(NUMBER)
         result *= s * s
     tl.store(out + i, result.to(out.dtype.element_ty), mask=inside)
 
@@ -117,7 +135,15 @@ MOST_KINKS = 2
 
 
 def curvature_coefficients(
-    *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, out: Tensor | None
+    *,
+    g: Tensor,
+    z: Tensor,
+    activation: Activation,
+    scale: Tensor | None,
+    axis: int,
+    out: Tensor | None,
+    row_norm: Tensor | None = None,
+    bandwidth: Tensor | None = None,
 ) -> Tensor:
     """Return C as `s3d_fast.maths.reference.curvature_coefficients` does; `out` must be contiguous and may be g."""
     assert activation.formula is not None
@@ -129,18 +155,25 @@ def curvature_coefficients(
         curvature_kernel[(triton.cdiv(g.numel(), BLOCK),)](
             g,
             z,
-            g if scale is None else scale.contiguous(),
+            *(g if vector is None else vector.contiguous() for vector in (scale, row_norm, bandwidth)),
             out,
             g.numel(),
             g.shape[axis],
             g.shape[axis + 1 :].numel(),
             **constants(activation),
             SCALED=scale is not None,
+            BY_WIDTH=row_norm is not None,
+            LEAST=least_number(g.dtype),
             NUMBER=tl.float64 if g.dtype == torch.float64 else tl.float32,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
     return out
+
+
+def least_number(dtype: torch.dtype) -> float:
+    """Return the smallest normal number of the arithmetic for entries of this dtype."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny
 
 
 def constants(activation: Activation) -> dict[str, str | int | float]:

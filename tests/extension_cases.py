@@ -13,7 +13,7 @@ IN_PLACE = {"add_splitting_matrices": {0}, "curvature_coefficients_": {0}, "kryl
 
 def good_calls() -> dict[str, tuple]:
     """Return the arguments of one good call of every operator, by its name."""
-    settings = (1, 1, 0.0, 0.0, [0.0], [1.0], 3.0)
+    settings = (1, 1, 0.0, 0.0, [0.0], [1.0], 3.0, random_tensor(8, seed=5).abs(), random_tensor(3, seed=6).abs())
     index = torch.tensor
     return {
         "splitting_matvec": (random_tensor(6, 4), random_tensor(6, 3), random_tensor(3, 5), True),

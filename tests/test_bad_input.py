@@ -42,7 +42,13 @@ def conv_operator(*tensors: Tensor) -> s3d.SplittingOperator:
     return s3d.ConvOperator(*tensors, kernel_size=(3, 3))
 
 
+def kinks(**change: Tensor | None) -> Tensor:
+    widths = {"row_norm": torch.ones(6), "bandwidth": torch.ones(3)}
+    return s3d.curvature_coefficients(C, C, s3d.activation("relu"), **{**widths, **change})
+
+
 def test_valid_input_is_accepted() -> None:
+    kinks()
     s3d.splitting_matvec(X, C, V)
     conv(IMAGE, IMAGE_C, IMAGE_V)
     s3d.edgeconv_matvec(POINTS, WINNER, POINTS_C, POINTS_V)
@@ -51,6 +57,9 @@ def test_valid_input_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: kinks(row_norm=None), "row_norm and bandwidth must be given together"),
+        (lambda: kinks(row_norm=torch.ones(5)), r"row_norm must have shape \(6\), got \(5,\)"),
+        (lambda: kinks(bandwidth=torch.ones(6)), r"bandwidth must have shape \(3\), got \(6,\)"),
         (lambda: s3d.splitting_matvec(X[0], C, V), r"X must have shape \(N, D\), got \(4,\)"),
         (lambda: s3d.splitting_matvec(X, C[:5], V), r"C must have shape \(6, M\), got \(5, 3\)"),
         (lambda: s3d.splitting_matvec(X, C[0], V), r"C must have shape \(6, M\), got \(3,\)"),

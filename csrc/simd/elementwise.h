@@ -122,6 +122,69 @@ struct Entries {
         return g * second * (scale * scale * factor);
     }
 
+    // The same with a sharpness of 1 / width for each entry. Where the width is not a normal number, kinks add nothing.
+    template <Curvature kind>
+    static S3D_INLINE Vector<T> coefficient_by_width(const CurvatureFormula& formula, Vector<T> g, Vector<T> z,
+                                                     Vector<T> scale, Vector<T> kink_width) {
+        Vector<T> second = smooth_curvature<T, kind>(z, T(formula.a), T(formula.b));
+        constexpr T least = sizeof(T) == 4 ? T(0x1p-126) : T(0x1p-1022);
+        const auto vanishes = kink_width < least;
+        const Vector<T> inverse = T(1) / select<T>(vanishes, broadcast<T>(1), kink_width);
+        const Vector<T> beta = select<T>(vanishes, Vector<T>{}, inverse);
+        for (int i = 0; i < formula.kinks; ++i) {
+            const Vector<T> slope = Sigmoid<T>(beta * (z - T(formula.kink_at[i]))).slope;
+            second += T(formula.kink_jump[i]) * beta * slope;
+        }
+        return g * second * (scale * scale);
+    }
+
+    template <Curvature kind>
+    static void all_rows(const CurvatureFormula& formula, const KinkWidths<T>& widths, const T* g, const T* z,
+                         int64_t rows, int64_t count, T* out) {
+        const Vector<T> one = broadcast<T>(1);
+        for (int64_t n = 0; n < rows; ++n, g += count, z += count, out += count) {
+            const T across = widths.across[n];
+            const Vector<T> factor = widths.across_scale ? broadcast<T>(widths.across_scale[n]) : one;
+            const T* along_scale = widths.along_scale;
+            int64_t i = 0;
+            for (; i + lanes<T> <= count; i += lanes<T>) {
+                const Vector<T> scale = along_scale ? factor * load(along_scale + i) : factor;
+                store<T>(out + i, coefficient_by_width<kind>(formula, load(g + i), load(z + i), scale,
+                                                             across * load(widths.along + i)));
+            }
+            if (i < count) {
+                T last[4][lanes<T>] = {};
+                for (int64_t k = i; k < count; ++k) {
+                    last[0][k - i] = g[k], last[1][k - i] = z[k], last[2][k - i] = along_scale ? along_scale[k] : T(1);
+                    last[3][k - i] = widths.along[k];
+                }
+                store<T>(last[0], coefficient_by_width<kind>(formula, load(last[0]), load(last[1]),
+                                                             factor * load(last[2]), across * load(last[3])));
+                for (int64_t k = i; k < count; ++k) out[k] = last[0][k - i];
+            }
+        }
+    }
+
+    static void curvature_rows(const CurvatureFormula& formula, const KinkWidths<T>& widths, const T* g, const T* z,
+                               int64_t rows, int64_t count, T* out) {
+        switch (formula.curvature) {
+#define S3D_CASE(kind)    \
+    case Curvature::kind: \
+        return all_rows<Curvature::kind>(formula, widths, g, z, rows, count, out);
+            S3D_CASE(none)
+            S3D_CASE(silu)
+            S3D_CASE(gelu)
+            S3D_CASE(gelu_tanh)
+            S3D_CASE(softplus)
+            S3D_CASE(tanh)
+            S3D_CASE(sigmoid)
+            S3D_CASE(elu)
+            S3D_CASE(hardswish)
+            S3D_CASE(gaussian)
+#undef S3D_CASE
+        }
+    }
+
     template <Curvature kind>
     static void all(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor, int64_t count,
                     T* out) {

@@ -42,6 +42,7 @@ constexpr Kernels<T> table() {
         .exchange = Exchange<T>::run,
         .pair_products = Entries<T>::pair_products,
         .curvature = Entries<T>::curvature,
+        .curvature_rows = Entries<T>::curvature_rows,
         .dot = Entries<T>::dot,
         .add = Entries<T>::add,
         .grow_row = Entries<T>::grow_row,

@@ -116,7 +116,16 @@ class CpuBackend(Backend):
         return torch.ops.s3d_fast.edgeconv_matvec(X, winner, C, V, bias, *given)
 
     def curvature_coefficients(
-        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self,
+        *,
+        g: Tensor,
+        z: Tensor,
+        activation: Activation,
+        scale: Tensor | None,
+        axis: int,
+        inplace: bool,
+        row_norm: Tensor | None = None,
+        bandwidth: Tensor | None = None,
     ) -> Tensor:
         last = g.dim() - 1
         if axis != last and not g.is_contiguous():
@@ -124,13 +133,15 @@ class CpuBackend(Backend):
             g_last, z_last = g.movedim(axis, -1), z.movedim(axis, -1)
             if g_last.is_contiguous() and z_last.is_contiguous():
                 C = self.curvature_coefficients(
-                    g=g_last, z=z_last, activation=activation, scale=scale, axis=last, inplace=inplace
-                )
+                    g=g_last, z=z_last, activation=activation, scale=scale, axis=last, inplace=inplace,
+                    row_norm=row_norm, bandwidth=bandwidth,
+                )  # fmt: skip
                 return g if inplace else C.movedim(-1, axis)
         formula = activation.formula
         assert formula is not None
         at, jump = [kink.at for kink in activation.kinks], [kink.jump for kink in activation.kinks]
-        settings = (scale, axis, FORMULAS.index(formula.name), formula.a, formula.b, at, jump, activation.sharpness)
+        smooth, kinks = (FORMULAS.index(formula.name), formula.a, formula.b), (at, jump, activation.sharpness)
+        settings = (scale, axis, *smooth, *kinks, row_norm, bandwidth)
         if inplace and g.is_contiguous():
             torch.ops.s3d_fast.curvature_coefficients_(g, z, *settings)
             return g

@@ -116,9 +116,21 @@ class Backend(ABC):
 
     @abstractmethod
     def curvature_coefficients(
-        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self,
+        *,
+        g: Tensor,
+        z: Tensor,
+        activation: Activation,
+        scale: Tensor | None,
+        axis: int,
+        inplace: bool,
+        row_norm: Tensor | None = None,
+        bandwidth: Tensor | None = None,
     ) -> Tensor:
-        """Return C = g act''(z) s^2; with `inplace`, written over g."""
+        """Return C = g act''(z) s^2; with `inplace`, written over g.
+
+        With `row_norm` and `bandwidth`, kinks have the sharpness 1 / (bandwidth * row_norm).
+        """
 
     @abstractmethod
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:

@@ -331,6 +331,8 @@ def curvature_coefficients(
     axis: int = 1,
     inplace: bool = False,
     backend: str = "auto",
+    row_norm: Tensor | None = None,  # (N,)
+    bandwidth: Tensor | None = None,  # (M,)
 ) -> Tensor:  # like g
     """Return C = g * act''(z) * s^2, the coefficients of the splitting matrices.
 
@@ -342,6 +344,10 @@ def curvature_coefficients(
         axis: the dimension of g and z that holds the channels.
         inplace: write the result over g, and return g.
         backend: as for `splitting_matvec`; "auto" uses the reference for an activation of your own.
+        row_norm: |x_n| for every row n: the dimensions of g other than `axis`, flattened in their order.
+        bandwidth: the length of a step of every filter that its kinks are smoothed over, times |s|. A kink then has the
+            sharpness 1 / (bandwidth_j * row_norm_n), in place of the activation's own; where that width is 0, kinks add
+            nothing.
 
     Raises: as `splitting_matvec`.
     """
@@ -353,11 +359,16 @@ def curvature_coefficients(
         raise ValueError(f"axis must be a dimension of g, which has shape {tuple(g.shape)}; got {axis!r}")
     if not isinstance(activation, Activation):
         raise TypeError(f"activation must be an Activation, from s3d_fast.activation; got {type(activation).__name__}")
-    if scale is not None:
-        require.tensor("scale", scale)
-        require.shape("scale", scale, (g.shape[axis],))
-        require.agreement("scale", scale, "g", g)
-    return unchecked_curvature(g, z, activation, scale, axis, inplace, backend)
+    if (row_norm is None) != (bandwidth is None):
+        raise ValueError("row_norm and bandwidth must be given together")
+    rows = g.shape[:axis].numel() * g.shape[axis + 1 :].numel()
+    sizes = {"scale": g.shape[axis], "row_norm": rows, "bandwidth": g.shape[axis]}
+    for name, vector in (("scale", scale), ("row_norm", row_norm), ("bandwidth", bandwidth)):
+        if vector is not None:
+            require.tensor(name, vector)
+            require.shape(name, vector, (sizes[name],))
+            require.agreement(name, vector, "g", g)
+    return unchecked_curvature(g, z, activation, scale, axis, inplace, backend, row_norm, bandwidth)
 
 
 def unchecked_curvature(
@@ -368,13 +379,24 @@ def unchecked_curvature(
     axis: int = 1,
     inplace: bool = False,
     backend: str = "auto",
+    row_norm: Tensor | None = None,
+    bandwidth: Tensor | None = None,
 ) -> Tensor:
     """Return `curvature_coefficients` without checking the arguments."""
-    chosen = choose(backend, g, z, scale)
+    chosen = choose(backend, g, z, scale, row_norm, bandwidth)
     why_not = chosen.why_not_dtype(g.dtype) or chosen.why_not_activation(activation)
     if why_not:
         chosen = _instead_of(chosen, why_not, backend)
-    return chosen.curvature_coefficients(g=g, z=z, activation=activation, scale=scale, axis=axis, inplace=inplace)
+    return chosen.curvature_coefficients(
+        g=g,
+        z=z,
+        activation=activation,
+        scale=scale,
+        axis=axis,
+        inplace=inplace,
+        row_norm=row_norm,
+        bandwidth=bandwidth,
+    )
 
 
 def grow_weights(widenings: Sequence[Widening], *, backend: str = "auto") -> list[Tensor]:

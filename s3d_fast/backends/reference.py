@@ -94,9 +94,18 @@ class ReferenceBackend(Backend):
         return reference.edgeconv_matvec(X, winner, C, V, bias, ties)
 
     def curvature_coefficients(
-        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self,
+        *,
+        g: Tensor,
+        z: Tensor,
+        activation: Activation,
+        scale: Tensor | None,
+        axis: int,
+        inplace: bool,
+        row_norm: Tensor | None = None,
+        bandwidth: Tensor | None = None,
     ) -> Tensor:
-        C = reference.curvature_coefficients(g, z, activation, scale, axis)
+        C = reference.curvature_coefficients(g, z, activation, scale, axis, row_norm, bandwidth)
         return g.copy_(C) if inplace else C
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:

@@ -113,10 +113,21 @@ class TritonBackend(Backend):
         return edgeconv.edgeconv_matvec(X=X, incoming=edges, C=C, V=V, bias=bias, ties=ties)
 
     def curvature_coefficients(
-        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self,
+        *,
+        g: Tensor,
+        z: Tensor,
+        activation: Activation,
+        scale: Tensor | None,
+        axis: int,
+        inplace: bool,
+        row_norm: Tensor | None = None,
+        bandwidth: Tensor | None = None,
     ) -> Tensor:
         out = g if inplace and g.is_contiguous() else None
-        C = curvature.curvature_coefficients(g=g, z=z, activation=activation, scale=scale, axis=axis, out=out)
+        C = curvature.curvature_coefficients(
+            g=g, z=z, activation=activation, scale=scale, axis=axis, out=out, row_norm=row_norm, bandwidth=bandwidth
+        )
         return g.copy_(C) if inplace and out is None else C
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:

@@ -78,12 +78,17 @@ class Activation:
         """Return act(z)."""
         return self.function(z)
 
-    def second(self, z: Tensor) -> Tensor:
-        """Return act''(z), with each kink smoothed by a softplus of the given sharpness."""
+    def second(self, z: Tensor, sharpness: Tensor | None = None) -> Tensor:
+        """Return act''(z), with each kink smoothed by a softplus of the given sharpness.
+
+        A tensor, which broadcasts with z, takes the place of the activation's own sharpness; where it is 0, kinks add
+        nothing.
+        """
+        beta = self.sharpness if sharpness is None else sharpness
         result = self.curvature(z)
         for kink in self.kinks:
-            s = torch.sigmoid(self.sharpness * (z - kink.at))
-            result = result + (kink.jump * self.sharpness) * s * (1 - s)
+            x = beta * (z - kink.at)
+            result = result + (kink.jump * beta) * torch.sigmoid(x) * torch.sigmoid(-x)
         return result
 
     def surrogate(self, z: Tensor) -> Tensor:

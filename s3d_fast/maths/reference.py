@@ -355,10 +355,22 @@ def curvature_coefficients(
     activation: Activation,
     scale: Tensor | None = None,  # (M,), s = gamma / sqrt(var + eps) of a following BatchNorm
     axis: int = 1,
+    row_norm: Tensor | None = None,  # (N,), one entry for each row: the other dimensions of g, flattened
+    bandwidth: Tensor | None = None,  # (M,)
 ) -> Tensor:  # like g
-    """Return C = g * act''(z) * s^2."""
-    C = g * activation.second(z)
-    return C if scale is None else C * scale.reshape(-1, *[1] * (g.dim() - 1 - axis)) ** 2
+    """Return C = g * act''(z) * s^2.
+
+    With `row_norm` and `bandwidth`, a kink at row n and filter j has the sharpness 1 / (bandwidth_j * row_norm_n): the
+    scale of a step of the filter. Where that width is zero or subnormal, kinks add nothing.
+    """
+    sharpness = None
+    channels = [-1, *[1] * (g.dim() - 1 - axis)]
+    if row_norm is not None and bandwidth is not None:
+        width = row_norm.reshape(*g.shape[:axis], 1, *g.shape[axis + 1 :]) * bandwidth.reshape(channels)
+        vanishes = width < torch.finfo(width.dtype).tiny
+        sharpness = torch.where(vanishes, 0, 1 / torch.where(vanishes, 1, width))
+    C = g * activation.second(z, sharpness)
+    return C if scale is None else C * scale.reshape(channels) ** 2
 
 
 def with_ones(X: Tensor) -> Tensor:

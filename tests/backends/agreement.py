@@ -80,9 +80,18 @@ class Definitions:
         return reference.edgeconv_matvec(X, winner, C, V, bias, ties)
 
     def curvature_coefficients(
-        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self,
+        *,
+        g: Tensor,
+        z: Tensor,
+        activation: Activation,
+        scale: Tensor | None,
+        axis: int,
+        inplace: bool,
+        row_norm: Tensor | None = None,
+        bandwidth: Tensor | None = None,
     ) -> Tensor:
-        C = reference.curvature_coefficients(g, z, activation, scale, axis)
+        C = reference.curvature_coefficients(g, z, activation, scale, axis, row_norm, bandwidth)
         return g.copy_(C) if inplace else C
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
@@ -144,9 +153,19 @@ class PublicOperations:
         return operations.edgeconv_matvec(X, winner, C, V, **settings, **given)
 
     def curvature_coefficients(
-        self, *, g: Tensor, z: Tensor, activation: Activation, scale: Tensor | None, axis: int, inplace: bool
+        self,
+        *,
+        g: Tensor,
+        z: Tensor,
+        activation: Activation,
+        scale: Tensor | None,
+        axis: int,
+        inplace: bool,
+        row_norm: Tensor | None = None,
+        bandwidth: Tensor | None = None,
     ) -> Tensor:
         settings = {"axis": axis, "inplace": inplace, "backend": self.backend}
+        settings |= {"row_norm": row_norm, "bandwidth": bandwidth}
         return operations.curvature_coefficients(g, z, activation, scale, **settings)
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
@@ -313,6 +332,13 @@ def _curvature(axis: int, inplace: bool) -> Arguments:
     return {"g": g, "z": z, "activation": activation("hardswish"), "scale": scale, "axis": axis, "inplace": inplace}
 
 
+def kink_widths(rows: int, channels: int, dtype: torch.dtype = torch.float64) -> Arguments:
+    """Return the widths of kinks of `curvature_coefficients`; the first row has the norm 0."""
+    row_norm = random_tensor(rows, seed=3).abs() + 0.1
+    row_norm[:1] = 0
+    return {"row_norm": row_norm.to(dtype), "bandwidth": (random_tensor(channels, seed=4).abs() + 0.1).to(dtype)}
+
+
 def _grow() -> Arguments:
     weight, rows, columns = random_tensor(4, 6, 3), torch.tensor([3, 0, 0, 1, 2]), torch.tensor([5, 0, 0, 2])
     shift, shift_rows = random_tensor(3, 6, 3, seed=2), torch.tensor([-1, 2, 0, 0, -1])
@@ -362,6 +388,7 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     "tied_matvec": lambda: tied_of(ConvCase(2, 3, 9, 8, 4, k=(2, 3), s=(2, 1), p=(0, 2), bias=True, K=2), True),
     "curvature_coefficients": lambda: _curvature(1, False),
     "curvature_coefficients:inplace": lambda: _curvature(0, True),
+    "curvature_coefficients:by-width": lambda: {**_curvature(1, False), **kink_widths(15, 7)},
     "grow_weights": _grow,
     "krylov_extend": _krylov,
     "tridiagonal_extremes": _tridiagonal,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor
 from s3d_fast import Activation, activation, activation_names
 from s3d_fast.backends.interface import Backend
 from s3d_fast.maths.reference import Widening
-from tests.backends.agreement import assert_agrees
-from tests.cases import COMPUTE_DTYPES, DTYPES, LAYOUTS, embedded, laid_out, random_tensor
+from tests.backends.agreement import assert_agrees, kink_widths
+from tests.cases import COMPUTE_DTYPES, DTYPES, LAYOUTS, embedded, laid_out, random_tensor, relative_error
 
 # The interpreter of Triton computes with masked entries too, which may overflow or be no numbers.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -41,6 +42,7 @@ ACTIVATIONS = {
     for name, options in OPTIONS
 }
 every_activation = pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
+KINKED = {name: act for name, act in ACTIVATIONS.items() if act.kinks}
 # The layout of memory and the formula do not depend on each other: one smooth activation and one with two kinks.
 smooth_and_kinked = pytest.mark.parametrize("act", [ACTIVATIONS["silu"], ACTIVATIONS["relu6"]], ids=["silu", "relu6"])
 
@@ -71,6 +73,40 @@ def test_curvature_of_every_activation(backend: Backend, act: Activation) -> Non
         g, z = random_tensor(61, 17, dtype=dtype), 4 * random_tensor(61, 17, dtype=dtype, seed=1)
         scale = random_tensor(17, dtype=dtype, seed=2)
         assert_curvature(backend, g, z, act, scale, label=dtype)
+
+
+@pytest.mark.parametrize("act", [*KINKED.values(), ACTIVATIONS["silu"]], ids=[*KINKED, "silu"])
+def test_curvature_with_kinks_at_the_scale_of_a_step(backend: Backend, act: Activation) -> None:
+    for dtype in dtypes_of(backend):
+        for shape, axis in (((61, 17), 1), ((61, 32), 1), ((3, 5, 7, 6), 1), ((2, 40, 3), 0), ((0, 3), 1)):
+            g, z = random_tensor(*shape, dtype=dtype), 4 * random_tensor(*shape, dtype=dtype, seed=1)
+            widths = kink_widths(math.prod(shape) // shape[axis], shape[axis], dtype)
+            for scale in (None, random_tensor(shape[axis], dtype=dtype, seed=2)):
+                settings = {"activation": act, "scale": scale, "axis": axis, "inplace": False, **widths}
+                assert_agrees(backend, "curvature_coefficients", label=(dtype, shape), g=g, z=z, **settings)
+
+
+def test_a_width_of_one_over_the_sharpness_changes_nothing(backend: Backend) -> None:
+    act, g, z = activation("relu6", sharpness=4.0), random_tensor(20, 7), 4 * random_tensor(20, 7, seed=1)
+    settings = {"activation": act, "scale": None, "axis": 1, "inplace": False}
+    row_norm, bandwidth = torch.full((20,), 0.5, dtype=torch.float64), torch.full((7,), 0.5, dtype=torch.float64)
+    by_width = backend.curvature_coefficients(g=g, z=z, **settings, row_norm=row_norm, bandwidth=bandwidth)
+    assert relative_error(by_width, backend.curvature_coefficients(g=g, z=z, **settings)) < 1e-14
+
+
+def test_kinks_without_a_width_add_nothing(backend: Backend) -> None:
+    for dtype in COMPUTE_DTYPES:
+        tiny = torch.finfo(dtype).tiny
+        z = torch.tensor([[0.0, 1e-30, -1.0, 1e30]] * 4, dtype=dtype)
+        g, bandwidth = torch.ones_like(z), torch.ones(4, dtype=dtype)
+        row_norm = torch.tensor([0.0, tiny / 4, tiny, 1.0], dtype=dtype)
+        settings = {"scale": None, "axis": 1, "inplace": False, "row_norm": row_norm, "bandwidth": bandwidth}
+        C = backend.curvature_coefficients(g=g, z=z, activation=activation("relu"), **settings)
+        assert C.isfinite().all()
+        assert not C[:2].any()
+        smooth = activation("hardswish")
+        C = backend.curvature_coefficients(g=g, z=z, activation=smooth, **settings)
+        assert torch.equal(C[0], smooth.curvature(z[0]))
 
 
 @every_activation

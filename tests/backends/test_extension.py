@@ -154,6 +154,7 @@ LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "tied_maps": _maps,
     "splitting_matrices": lambda: (*_rows()[:2], True),
     "curvature_coefficients": _curvature,
+    "curvature_coefficients:by-width": lambda: (*_curvature(), _rows()[0].flatten()[:3600].abs(), _rows()[1][0].abs()),
     "grow_weights": _growth,
     "symmetric_extremes": lambda: (kernels.splitting_matrices(*_rows()[:2], True),),
     "tridiagonal_extremes": lambda: (random_tensor(50, 30), random_tensor(50, 30, seed=1), torch.full((50,), 30)),

@@ -124,6 +124,7 @@ SHAPES: list[tuple[str, int, Change]] = [
             (4, to(99)),
             (7, to([])),
             (8, to([1.0, 2.0])),
+            *((position, change) for position in (10, 11) for change in (shorter, deeper, to(None))),
         ]
     ),
     ("curvature_coefficients_", 0, apart),
@@ -164,8 +165,8 @@ DTYPES: list[tuple[str, int, Change]] = [
             "tied_maps": (0, 1, 4, 5, 6),
             "splitting_matrices": (0, 1),
             "add_splitting_matrices": (0, 1, 2),
-            "curvature_coefficients": (0, 1, 2),
-            "curvature_coefficients_": (0, 1, 2),
+            "curvature_coefficients": (0, 1, 2, 10, 11),
+            "curvature_coefficients_": (0, 1, 2, 10, 11),
             "krylov_extend": (0, 1, 2, 3, 5),
             "tridiagonal_extremes": (0, 1),
         }.items()
