@@ -29,6 +29,7 @@ from s3d_fast.network.graph import Graph, Unit
 from s3d_fast.network.registered import register_layer
 from s3d_fast.network.rules import Rule, register_operation
 from s3d_fast.network.tracing import trace
+from s3d_fast.network.wrapping import unsharded
 from s3d_fast.operators import (
     ConvOperator,
     DenseOperator,
@@ -101,4 +102,5 @@ __all__ = [
     "splitting_matvec_grouped",
     "trace",
     "triton_options",
+    "unsharded",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,16 +27,29 @@ ISAS: list[str] = extension.module.available_isas() if extension.module else []
 
 # Files that take longest, longest first. They start first, so that all workers finish at about the same time.
 SLOW = (
-    "growth/test_distributed.py",
     "kernels/test_aot.py",
+    "network/test_random_maps.py",
+    "network/test_random_sequences.py",
+    "network/test_random_vectors.py",
     "growth/test_growth.py",
-    "capture/test_sharding.py",
-    "capture/test_memory_budget.py",
-    "backends/test_agreement.py",
-    "kernels/test_triton.py",
-    "splitting/test_quiet.py",
-    "test_examples.py",
+    "growth/test_distributed.py",
     "commands/test_cli.py",
+    "splitting/test_surgery.py",
+    "capture/test_capture.py",
+    "recipes/test_recipes.py",
+    "capture/test_memory_budget.py",
+    "test_examples.py",
+    "backends/test_agreement.py",
+    "backends/test_agreement_entries.py",
+    "kernels/test_triton.py",
+    "backends/test_backends.py",
+    "capture/test_sharding.py",
+    "splitting/test_selection.py",
+    "visualize/test_visualize.py",
+    "backends/test_agreement_lanczos.py",
+    "backends/test_memory.py",
+    "splitting/test_quiet.py",
+    "network/test_followed.py",
 )
 
 
@@ -43,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let slow files come first."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: places.get(item.path, len(SLOW)))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what stays: torch and thousands of tests, at every pass."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=ISAS, scope="module")

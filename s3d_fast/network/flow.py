@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from s3d_fast.network.calls import Call, UnknownSize, shape
 from s3d_fast.network.slots import Array, Slots
@@ -94,6 +94,10 @@ class Flow:
         for node, (name, tensor) in tensors.items():
             if name not in self.stored:
                 self.stored[name] = {axis: self.slots.fresh(size) for axis, size in enumerate(tensor.shape)}
+                if ".parametrizations." in f".{name}" and not isinstance(tensor, nn.Parameter):
+                    # It belongs to the formula: `orthogonal` keeps a matrix there that has the weight's rows.
+                    for slots in self.stored[name].values():
+                        self.slots.block(slots, f"its weight is computed from the buffer '{name}' of a parametrization")
             axes = self.stored[name]
             self.values[node] = Value(axes, {axis: (slots,) for axis, slots in axes.items()})
 

@@ -19,7 +19,7 @@ from s3d_fast.network.proof import output_change, output_tolerance, outputs_of
 from s3d_fast.network.sizes import fitting_sizes
 from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.network.undo import AllOrNothing, set_size
-from s3d_fast.network.wrapping import unwrap
+from s3d_fast.network.wrapping import retire_wrappers, unwrap
 from s3d_fast.splitting.optimizers import Scaling, check_optimizer, unwrap_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 
@@ -46,7 +46,7 @@ def apply_splits(
 
     Args:
         model: the model that the plan was made for, or another model with the same layers and sizes; also inside
-            DistributedDataParallel, torch.compile and the like.
+            DistributedDataParallel, torch.compile and the like. A DistributedDataParallel must be made anew afterwards.
         plan: from `select`.
         eps: the size of the step, >= 0.
         optimizer: one of torch's, or one that `register_optimizer` knows, over the model's parameters.
@@ -77,6 +77,8 @@ def apply_splits(
     if check is not None:
         _check_outputs(models[0], check, lambda: _split(models[:1], plan.graph, by_unit, 0.0, None, {}))
     _split(models, plan.graph, by_unit, eps, optimizer, kinds)
+    for one in (model, *also):
+        retire_wrappers(one)
 
 
 def _require_fit(graph: Graph, model: nn.Module, what: str) -> None:

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 import s3d_fast as s3d
 from s3d_fast.models import MobileNetV1
-from tests.model_cases import random_plan
+from tests.model_cases import random_plan, randomise_norms
 
 
 def build(width: int = 4) -> nn.Module:
     """Return a small MobileNet in eval mode, float64."""
     torch.manual_seed(width)
-    return MobileNetV1((width,) * 14, num_classes=3, stem_stride=1).double().eval()
+    model = MobileNetV1((width,) * 14, num_classes=3, stem_stride=1).double()
+    # With the statistics of a new network, its outputs would hardly depend on its inputs.
+    randomise_norms(model, torch.randn(8, 3, 16, 16, dtype=torch.float64))
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,7 @@ def grown() -> tuple[nn.Module, Tensor, Tensor]:
     model, x = build(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     s3d.apply_splits(model, random_plan(s3d.trace(model, x), 2, every=2), eps=0.1)
     with torch.no_grad():
+        assert not torch.allclose(model(x), model(-x), rtol=0.01)
         return model, x, model(x)
 
 
@@ -125,6 +129,20 @@ def test_a_grown_network_is_exported_for_any_batch_size(grown: Any) -> None:
     program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
     more = torch.cat([x, x, x])
     torch.testing.assert_close(program.module()(more), model(more))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_grown_network_gives_the_same_numbers_in_onnx(grown: Any) -> None:
+    pytest.importorskip("onnxscript", reason="the extra s3d_fast[onnx] is not installed")
+    reference = pytest.importorskip("onnx.reference")
+    model, x, _ = grown
+    batch = torch.export.Dim("batch")
+    program = torch.onnx.export(model, (x,), dynamo=True, verbose=False, dynamic_shapes=({0: batch},))
+    assert program is not None
+    evaluator = reference.ReferenceEvaluator(program.model_proto)
+    more = torch.cat([x, 2 * x, -x])
+    (found,) = evaluator.run(None, {evaluator.input_names[0]: more.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(more).detach(), rtol=1e-9, atol=1e-9)
 
 
 def test_the_arguments_of_layers_are_plain_numbers(grown: Any) -> None:

@@ -13,7 +13,7 @@ from tests.random_networks import check_random_network
 QUIET = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(QUIET, max_examples=700)
+@settings(QUIET, max_examples=660)
 @given(st.randoms(use_true_random=False))
 def test_random_networks_are_preserved_or_refused(draw: random.Random) -> None:
     check_random_network(draw, "sequence")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from s3d_fast import register_layer, trace
 from tests.model_cases import BY_NAME, MODELS, ModelCase, data, net, traced
@@ -260,3 +262,21 @@ def test_a_model_may_take_only_some_batch_sizes(which: str) -> None:
 def test_an_image_without_a_batch_axis_can_be_traced() -> None:
     model = conv_then(lambda self, h: self.head(h), head=nn.Conv2d(4, 2, 1))
     assert list(trace(model, data(3, 6, 6)).units) == ["conv"]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({}, "its weight is computed from the buffer '0.parametrizations.weight.0.base'"),
+        ({"orthogonal_map": "cayley"}, "its weight is computed from the buffer '0.parametrizations.weight.0.base'"),
+        ({"use_trivialization": False}, "has no filters of its own"),
+    ],
+    ids=["householder", "cayley", "without a base"],
+)
+def test_an_orthogonal_weight_is_refused(options: dict[str, Any], because: str) -> None:
+    # Equal rows are not orthogonal: there is nothing to split.
+    layer = parametrizations.orthogonal(nn.Linear(4, 4), **options)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 2)).double()
+    graph = trace(model, data(5, 4))
+    assert not graph.units
+    assert because in row(graph, "0")
