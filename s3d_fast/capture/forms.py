@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from s3d_fast.backends.operations import unchecked_curvature
-from s3d_fast.capture.chain import ChainBuilder, Curvature, Values, require_same
+from s3d_fast.capture.chain import KINK, ChainBuilder, Curvature, Values, require_same
 from s3d_fast.capture.depthwise import DepthwiseChain, channels_last, scaled, squared, times
 from s3d_fast.capture.edges import edgeconv_operator
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.maths.activations import activation
 from s3d_fast.network.calls import Call, operation, shape
-from s3d_fast.network.graph import FilterCall, Unit
+from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors
 from s3d_fast.operators import (
     ChainOperator,
     ConvOperator,
@@ -31,7 +31,7 @@ from s3d_fast.operators.chain import Curve
 
 def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curvature) -> SplittingOperator:
     """Return the operator of a unit: a fused form if its chain has one, else the one of the definition."""
-    C = _coefficients_at_once(unit, values, curvature)
+    C = _coefficients_at_once(unit, values, model, curvature)
     if C is not None:
         return _on_rows(unit, values, C)
     edges = edgeconv_operator(unit, values, model, curvature)
@@ -61,21 +61,39 @@ def _has_rows(unit: Unit) -> bool:
     return operation(call.node) in ("aten.linear", "aten.conv2d") and not call.views
 
 
-def _coefficients_at_once(unit: Unit, values: Values, curvature: Curvature) -> Tensor | None:
+def _coefficients_at_once(unit: Unit, values: Values, model: nn.Module, curvature: Curvature) -> Tensor | None:
     """Return C of a filter that one activation follows, perhaps behind a BatchNorm; None for any other chain."""
     *before, last = unit.links
     if len(unit.filters) > 1 or len(unit.filters[0].calls) > 1 or not _has_rows(unit):
         return None
     if [link.kind for link in before] not in ([], ["scale"]) or last.kind != "curve" or last.activation is None:
         return None
-    is_kinked = bool(last.activation.kinks)
-    if last.slope is not None or (is_kinked and curvature.fixed_sharpness is None):
+    whole = len(unit.filters[0].rows) == values.of(unit.filters[0].calls[0].node).shape[last.axis]
+    if last.slope is not None or not whole:
         return None
     act = activation(last.activation, sharpness=curvature.fixed_sharpness)
     z, g = values.of(last.inputs[0]), values.gradient(last.graded)  # type: ignore[arg-type]
     require_same(z, g)
     scale = norm_scale(before[0].node, values.module).to(z.dtype) if before else None
-    return unchecked_curvature(g, z, act, scale, last.axis)
+    if not act.kinks or curvature.fixed_sharpness is not None:
+        return unchecked_curvature(g, z, act, scale, last.axis)
+    bandwidth = curvature.bandwidth(filter_lengths(unit, stored_tensors(model)), KINK).to(z)
+    if scale is not None:
+        bandwidth = bandwidth * scale.abs()
+    norms = _row_norms(unit, values).flatten()
+    return unchecked_curvature(g, z, act, scale, last.axis, row_norm=norms, bandwidth=bandwidth)
+
+
+def _row_norms(unit: Unit, values: Values) -> Tensor:
+    """Return |x| of the rows of a linear layer or a convolution, by sample and position."""
+    call, bias = Call(unit.filters[0].calls[0].node), float(unit.filters[0].bias is not None)
+    squares = values.of(unit.filters[0].calls[0].source).square()
+    if call.operation == "aten.linear":
+        return (squares.sum(-1) + bias).sqrt()
+    kernel = shape(call["weight"])[2:]
+    ones = squares.new_ones(1, 1, *kernel)
+    total = F.conv2d(squares.sum(-3, keepdim=True), ones, None, call["stride"], call["padding"], call["dilation"])
+    return (total + bias).clamp(min=0).sqrt()
 
 
 def _tied(
