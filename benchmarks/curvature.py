@@ -96,7 +96,7 @@ def _separable(act: Act, stride: int) -> list[nn.Module]:
 
 
 NETWORKS: dict[str, Callable[[Act], nn.Module]] = {
-    "MLP": lambda act: nn.Sequential(nn.Flatten(), MLP(64, (16, 16), 10, activation=act)),
+    "MLP": lambda act: nn.Sequential(nn.Flatten(), MLP((64, 16, 16, 10), activation=act)),
     "VGG": lambda act: nn.Sequential(
         *_conv(1, act), nn.MaxPool2d(2), *_conv(WIDTH, act), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * WIDTH, 10)
     ),

@@ -291,7 +291,8 @@ class ChainBuilder:
         self.is_direct.append(direct)
         self.origins.append(frozenset().union(*origins))
         before = [self.is_first[one] for one in sources]
-        self.is_first.append(all(before) and not link.is_curved)
+        # A maximum has no curvature in the paper's definition.
+        self.is_first.append(all(before) and (link.kind == "maximum" or not link.is_curved))
 
     def _is_same_shape(self, link: Link) -> bool:
         shapes = {tuple(self.values.of(one).shape) for one in (*link.inputs, link.node)}
