@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -29,8 +30,9 @@ class Execution(fx.Interpreter):
         self.extra_traceback = False
         # Values are freed after their last use, which is the same in every run.
         self.garbage_collect_values = True
-        if "last_uses" not in module.meta:
-            module.meta["last_uses"] = _last_uses(module.graph)
+        # A copy of the module has the same `meta`, but other nodes.
+        if module.meta.get("last_uses_in") is not module.graph:
+            module.meta |= {"last_uses_in": module.graph, "last_uses": _last_uses(module.graph)}
         self.user_to_last_uses = module.meta["last_uses"]
 
     def run_node(self, n: fx.Node) -> Any:
@@ -60,15 +62,21 @@ class Execution(fx.Interpreter):
         return held(self.module, target)
 
 
+# By graph: the table of a module that holds an entry of this name, and the entry's key.
+_PLACES: WeakKeyDictionary[nn.Module, dict[str, tuple[Mapping[str, Any], str]]] = WeakKeyDictionary()
+
+
 def held(module: nn.Module, target: str) -> Any:
     """Return what a graph holds under a name; where that is, is looked up once."""
-    meta: Any = module.meta
-    places: dict[str, tuple[Mapping[str, Any], str]] = meta.setdefault("places", {})
+    places = _PLACES.setdefault(module, {})
     if target not in places:
         path, _, name = target.rpartition(".")
         owner = module.get_submodule(path)
-        tables = (owner._parameters, owner._buffers, owner._modules, vars(owner))
-        places[target] = (next(table for table in tables if name in table), name)
+        tables: tuple[Mapping[str, Any], ...] = (owner._parameters, owner._buffers, owner._modules)
+        found = [table for table in tables if name in table]
+        if not found:
+            return getattr(owner, name)
+        places[target] = (found[0], name)
     table, name = places[target]
     return table[name]
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from s3d_fast.backends.operations import grow_weights
 from s3d_fast.network.execution import Execution
 from s3d_fast.network.export import Exported, slow_attention, takes
-from s3d_fast.network.graph import SHARED, Graph, Unit, holders_of, stored_tensors
+from s3d_fast.network.graph import SHARED, Filters, Graph, Unit, holders_of, stored_tensors
 from s3d_fast.network.growing import Copies, Growth, Shift, regrown, widening
 from s3d_fast.network.sizes import fitting_sizes
 from s3d_fast.network.undisturbed import set_training
@@ -302,7 +302,7 @@ class _Trial:
         return self.trains
 
     def _split(self, units: Sequence[Unit], copies: Mapping[str, Copies], values: Mapping[int, Tensor]) -> None:
-        shifts = {}
+        shifts: dict[str, Filters] = {}
         growth = Growth(self.graph, copies)
         for number, unit in enumerate(self.graph):
             # Where copies share a number, as in the metric of EdgeConv, they must be equal to leave the output alone.
