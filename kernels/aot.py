@@ -1,7 +1,8 @@
 """Compile every kernel ahead of time, without a GPU, and check the result: python -m s3d_fast.kernels.aot.
 
 The check fails on compiler errors, on spills to local memory, on more shared memory than the GPU has, and on kernels
-for 16-bit rows without tensor-core instructions.
+for 16-bit rows without tensor-core instructions. Each compiled kernel is recorded with a fingerprint of what was
+compiled, which tells without compiling whether the record is still valid.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from s3d_fast.kernels import (
     surgery,
     tridiagonal,
 )
-from s3d_fast.kernels.compiled import TARGETS, Compiled, KernelSource, Target, compile_source
+from s3d_fast.kernels.compiled import TARGETS, Compiled, KernelSource, Target, compile_source, identity
 from s3d_fast.kernels.device import INTERPRETED
 from s3d_fast.kernels.launch import Config
 from s3d_fast.kernels.products import DTYPES, product_form, wants_filters_along_threads
@@ -284,29 +285,76 @@ def faults(compiled: Compiled, source: KernelSource) -> list[str]:
     return found
 
 
-def _compile(job: tuple[str, str, int]) -> tuple[Compiled | None, list[str]]:
-    """Compile the source that a job names by its index, so that only the index is sent to another process."""
-    target, kind, index = job
-    source = list(KernelSources(TARGETS[target], kind))[index]
-    where = f"{source.name} ({source.config}) for {target} in {kind}"
-    try:
-        compiled = compile_source(source, TARGETS[target])
-    except Exception as error:
-        return None, [f"{where} does not compile: {error}"]
-    return compiled, [f"{where} {fault}" for fault in faults(compiled, source)]
+# A target, a kind of rows and an index into their KernelSources: only this is sent to another process.
+Job = tuple[str, str, int]
 
 
-def check(targets: Sequence[str], kinds: Sequence[str], processes: int = 2) -> tuple[list[Compiled], list[str]]:
-    """Compile all kernels; return the compiled kernels and their faults."""
-    jobs = [
+def jobs(targets: Sequence[str], kinds: Sequence[str]) -> list[Job]:
+    """Return all that is to be compiled for these targets and kinds of rows."""
+    return [
         (target, kind, index)
         for target in targets
         for kind in kinds
         for index in range(len(list(KernelSources(TARGETS[target], kind))))
     ]
+
+
+def sample(everything: Sequence[Job]) -> list[Job]:
+    """Return the first and the last job of every kernel function for NVIDIA's GPUs, and for AMD's.
+
+    With all targets and CHECKED these are float32 rows, the plain variant and the older GPU; and bfloat16 rows, the
+    general variant and the newer GPU.
+    """
+    first: dict[tuple[str, str], Job] = {}
+    last: dict[tuple[str, str], Job] = {}
+    for job in everything:
+        key = _source(job).function.__name__, TARGETS[job[0]].device.vendor
+        first.setdefault(key, job)
+        last[key] = job
+    chosen = {*first.values(), *last.values()}
+    return [job for job in everything if job in chosen]
+
+
+def identities(everything: Sequence[Job]) -> list[dict[str, str]]:
+    """Return the name, target, rows, configuration and fingerprint of every job, without compiling."""
+    return [identity(_source(job), TARGETS[job[0]]) for job in everything]
+
+
+def check(
+    everything: Sequence[Job], processes: int = 2, known: Sequence[Compiled] = ()
+) -> tuple[list[Compiled], list[str]]:
+    """Compile all kernels except those whose fingerprint is known; return the compiled kernels and their faults."""
+    records: dict[str, Compiled | str] = {item.fingerprint: item for item in known}
+    own = identities(everything)
+    # Kernels that do not depend on the rows have one fingerprint for all of them.
+    missing = {entry["fingerprint"]: job for entry, job in zip(own, everything, strict=True)}
+    missing = {key: job for key, job in missing.items() if key not in records}
     with ProcessPoolExecutor(processes) as pool:
-        results = list(tqdm(pool.map(_compile, jobs), total=len(jobs), desc="kernels", disable=None))
-    return [compiled for compiled, _ in results if compiled], [fault for _, found in results for fault in found]
+        results = tqdm(pool.map(_compile, missing.values()), total=len(missing), desc="kernels", disable=None)
+        records |= dict(zip(missing, results, strict=True))
+    compiled, found = [], []
+    for job, entry in zip(everything, own, strict=True):
+        where = "{kernel} ({config}) for {target} in {dtype}".format(**entry)
+        record = records[entry["fingerprint"]]
+        if isinstance(record, str):
+            found.append(f"{where} does not compile: {record}")
+            continue
+        compiled.append(Compiled(**{**record.as_dict(), **entry}))
+        found += [f"{where} {fault}" for fault in faults(compiled[-1], _source(job))]
+    return compiled, found
+
+
+def _source(job: Job) -> KernelSource:
+    target, kind, index = job
+    return list(KernelSources(TARGETS[target], kind))[index]
+
+
+def _compile(job: Job) -> Compiled | str:
+    """Return the compiled kernel, or the compiler's error."""
+    try:
+        return compile_source(_source(job), TARGETS[job[0]])
+    except Exception as error:
+        return str(error)
 
 
 def table(compiled: Sequence[Compiled]) -> str:
@@ -324,6 +372,12 @@ def table(compiled: Sequence[Compiled]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def as_json(entries: Sequence[dict[str, Any]]) -> str:
+    """Return a JSON list with one entry a line."""
+    lines = ",\n".join(map(json.dumps, entries))
+    return f"[\n{lines}\n]\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check all kernels; return 0 if there are no faults."""
     parser = argparse.ArgumentParser(prog="python -m s3d_fast.kernels.aot", description=__doc__)
@@ -333,22 +387,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--everything", action="store_const", dest="rows", const=list(EVERYTHING), help="all choices of --rows"
     )
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the compiled kernels to this file")
+    parser.add_argument(
+        "--sample", action="store_true", help="only the first and the last of every kernel function for either vendor"
+    )
+    parser.add_argument(
+        "--fingerprints", action="store_true", help="compile nothing; print the kernels and their fingerprints as JSON"
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", type=Path, help="write the compiled kernels to this file")
+    output.add_argument("--update", type=Path, help="the same, but compile only kernels that the file does not have")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
-    compiled, found = check(options.targets, options.rows, options.processes)
-    if options.json:
-        lines = ",\n".join(json.dumps(item.as_dict()) for item in compiled)
-        options.json.write_text(f"[\n{lines}\n]\n")
+    chosen = jobs(options.targets, options.rows)
+    if options.sample:
+        chosen = sample(chosen)
+    if options.fingerprints:
+        print(as_json(identities(chosen)), end="")
+        return 0
+    known = json.loads(options.update.read_text()) if options.update else []
+    compiled, found = check(chosen, options.processes, [Compiled(**entry) for entry in known])
+    path = options.json or options.update
+    if path:
+        path.write_text(as_json([item.as_dict() for item in compiled]))
     if options.markdown:
         options.markdown.write_text(table(compiled))
-    if not (options.json or options.markdown):
+    if not (path or options.markdown):
         print(table(compiled), end="")
     for fault in found:
         print(fault, file=sys.stderr)
-    print(f"{len(compiled)} kernels compiled, {len(found)} faults", file=sys.stderr)
+    print(f"{len(compiled)} kernels, {len(found)} faults", file=sys.stderr)
     return bool(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -53,6 +54,7 @@ class Compiled:
     spills: int  # bytes of local memory per thread, including the stack
     tensor_core: int  # instructions
     instructions: int
+    fingerprint: str  # of what was compiled
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -75,31 +77,60 @@ class KernelSource:
     on_tensor_cores: bool
 
 
+def fingerprint(source: KernelSource, target: Target) -> str:
+    """Return 16 hexadecimal digits that stand for everything the compiled code depends on.
+
+    These are the source of the kernel with all functions it calls, the types, constants and alignment of its arguments,
+    the compiler's options, the GPU, and Triton's version. Triton's own key of the source contains comments and the line
+    where a function starts: an edit above a kernel changes the fingerprint, though not the code.
+    """
+    assert isinstance(source.function, triton.JITFunction), "TRITON_INTERPRET is set"
+    arguments = [sorted(part.items()) for part in (*_arguments(source).values(), _options(source))]
+    gpu = (target.compiler.backend, target.compiler.arch, target.compiler.warp_size)
+    everything = repr((source.function.cache_key, arguments, gpu, triton.__version__))
+    return hashlib.sha256(everything.encode()).hexdigest()[:16]
+
+
+def identity(source: KernelSource, target: Target) -> dict[str, str]:
+    """Return the fields of `Compiled` that are known without compiling."""
+    return {
+        "kernel": source.name,
+        "target": target.name,
+        "dtype": source.dtype,
+        "config": source.config,
+        "fingerprint": fingerprint(source, target),
+    }
+
+
 def compile_source(source: KernelSource, target: Target) -> Compiled:
     """Compile a kernel and return the resources it uses. Compiler errors are raised unchanged."""
-    names = source.function.arg_names
-    signature = {name: "constexpr" if name in source.constants else source.types.get(name, "i32") for name in names}
-    ast = ASTSource(
-        source.function,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in source.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned},
-    )
-    options = {"num_warps": source.warps, "num_stages": source.stages}
-    kernel = triton.compile(ast, target=target.compiler, options=options)
+    ast = ASTSource(source.function, **_arguments(source))
+    kernel = triton.compile(ast, target=target.compiler, options=_options(source))
     read = _read_nvidia if target.compiler.backend == "cuda" else _read_amd
     registers, spills, listing = read(kernel.asm)
     return Compiled(
-        source.name,
-        target.name,
-        source.dtype,
-        source.config,
-        registers,
-        kernel.metadata.shared,
-        spills,
-        len(re.findall(TENSOR_CORE[target.name], listing)),
-        len(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?[@A-Za-z][\w.@!]*\s.*", listing, re.M)),
+        **identity(source, target),
+        registers=registers,
+        shared_memory=kernel.metadata.shared,
+        spills=spills,
+        tensor_core=len(re.findall(TENSOR_CORE[target.name], listing)),
+        instructions=len(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?[@A-Za-z][\w.@!]*\s.*", listing, re.M)),
     )
+
+
+def _arguments(source: KernelSource) -> dict[str, dict[Any, Any]]:
+    names = source.function.arg_names
+    return {
+        "signature": {
+            name: "constexpr" if name in source.constants else source.types.get(name, "i32") for name in names
+        },
+        "constexprs": {(names.index(name),): value for name, value in source.constants.items()},
+        "attrs": {(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned},
+    }
+
+
+def _options(source: KernelSource) -> dict[str, int]:
+    return {"num_warps": source.warps, "num_stages": source.stages}
 
 
 def _read_nvidia(asm: Mapping[str, Any]) -> tuple[int, int, str]:

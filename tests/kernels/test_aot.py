@@ -1,4 +1,9 @@
-"""Every kernel compiles for GPUs that are not here, without spills, within shared memory, and for tensor cores."""
+"""Every kernel compiles for GPUs that are not here, without spills, within shared memory, and for tensor cores.
+
+Compiling everything takes minutes, so docs/gpu.json records it with fingerprints of what was compiled. `make test`
+checks that the fingerprints are those of the present kernels, that no record has a fault, and that a sample compiles to
+what is recorded. `pytest -m long tests/kernels/test_aot.py` compiles everything.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ import triton
 
 from benchmarks import roofline
 from s3d_fast.kernels import aot, edgeconv, gated, grouped, pointwise, pointwise_wide
-from s3d_fast.kernels.compiled import TARGETS, Compiled
+from s3d_fast.kernels.compiled import TARGETS, Compiled, KernelSource, fingerprint
 from s3d_fast.kernels.device import Device
 from s3d_fast.kernels.launch import Config
 from s3d_fast.kernels.products import product_form
@@ -25,32 +30,67 @@ ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs" / "gpu.json"
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Compile everything, in a process of its own: in this one kernels are interpreted."""
-    path = tmp_path_factory.mktemp("aot") / "gpu.json"
+# Records are compared where the compiler is the one that made them.
+IS_PINNED = f"triton=={triton.__version__}" in (ROOT / "constraints.txt").read_text().split()
+pinned_triton = pytest.mark.skipif(not IS_PINNED, reason="docs/gpu.json is of the Triton in constraints.txt")
+UPDATE = "run python -m s3d_fast.kernels.aot --update docs/gpu.json && python docs/make_gpu.py"
+RENEW = "run python -m s3d_fast.kernels.aot --json docs/gpu.json && python docs/make_gpu.py"
+
+
+def run_aot(*arguments: str) -> str:
+    """Run the command in a process of its own: in this one kernels are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "s3d_fast.kernels.aot", "--json", str(path)]
+    command = [sys.executable, "-m", "s3d_fast.kernels.aot", *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(path.read_text())
+    return run.stdout
+
+
+def compile_anew(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Compile with an empty cache; the command fails if a kernel has a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
+        run_aot("--json", str(folder / "gpu.json"), *arguments)
+    return json.loads((folder / "gpu.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def committed() -> list[dict[str, Any]]:
+    return json.loads(COMMITTED.read_text())
+
+
+@pytest.fixture(scope="module")
+def present() -> list[dict[str, Any]]:
+    """What would be compiled now, with fingerprints."""
+    return json.loads(run_aot("--fingerprints"))
 
 
 def identity(entry: dict[str, Any]) -> tuple[str, ...]:
     return tuple(entry[name] for name in ("kernel", "target", "dtype", "config"))
 
 
-def test_every_kernel_compiles_for_every_gpu_without_a_fault(compiled: list[dict[str, Any]]) -> None:
+def test_the_table_lists_the_present_kernels(committed: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
+    assert list(map(identity, committed)) == list(map(identity, present)), UPDATE
+
+
+@pinned_triton
+def test_the_table_is_of_the_present_source(committed: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
+    recorded = {(identity(entry), entry["fingerprint"]) for entry in committed}
+    stale = [identity(entry) for entry in present if (identity(entry), entry["fingerprint"]) not in recorded]
+    assert not stale, f"{UPDATE}: {len(stale)} kernels have changed, first {stale[0]}"
+
+
+def test_the_table_has_every_family_without_a_fault(committed: list[dict[str, Any]]) -> None:
     for target in TARGETS:
         for dtype in aot.CHECKED:
-            own = {entry["kernel"] for entry in compiled if (entry["target"], entry["dtype"]) == (target, dtype)}
+            own = {entry["kernel"] for entry in committed if (entry["target"], entry["dtype"]) == (target, dtype)}
             families = {name.split(",")[0] for name in own}
             wanted = {"pointwise", "wide", "gated", "grouped", "edgeconv", "curvature", "surgery", "sum of slices"}
             assert wanted <= families
             if dtype == "fp32":
                 assert {"krylov", "tridiagonal"} <= families
-    assert all(entry["spills"] == 0 for entry in compiled)
-    for entry in compiled:
+    assert all(entry["spills"] == 0 for entry in committed)
+    for entry in committed:
         assert entry["shared_memory"] <= TARGETS[entry["target"]].device.shared_memory
         multiplies = entry["kernel"].split(",")[0] in ("pointwise", "wide", "gated", "edgeconv", "grouped")
         only_adds = entry["kernel"].startswith(("grouped, sums", "edgeconv, receive"))
@@ -58,13 +98,71 @@ def test_every_kernel_compiles_for_every_gpu_without_a_fault(compiled: list[dict
             assert entry["tensor_core"] > 0, entry
 
 
-def test_the_committed_table_is_of_these_kernels(compiled: list[dict[str, Any]]) -> None:
-    committed = json.loads(COMMITTED.read_text())
-    assert sorted(map(identity, committed)) == sorted(map(identity, compiled)), (
-        "run python -m s3d_fast.kernels.aot --json docs/gpu.json, and python docs/make_gpu.py"
-    )
-    if triton.__version__ == "3.8.0":
-        assert sorted(committed, key=identity) == sorted(compiled, key=identity)
+def test_a_sample_compiles_to_what_the_table_says(committed: list[dict[str, Any]], tmp_path: Path) -> None:
+    compiled = compile_anew(tmp_path, "--sample")
+    families = {entry["kernel"].split(",")[0] for entry in committed}
+    for vendor in ({"sm_80", "sm_90"}, {"gfx942"}):
+        assert {entry["kernel"].split(",")[0] for entry in compiled if entry["target"] in vendor} == families
+    if IS_PINNED:
+        assert [entry for entry in compiled if entry not in committed] == [], RENEW
+
+
+@pytest.mark.long
+def test_everything_compiles_to_what_the_table_says(committed: list[dict[str, Any]], tmp_path: Path) -> None:
+    compiled = compile_anew(tmp_path)
+    assert list(map(identity, committed)) == list(map(identity, compiled))
+    if IS_PINNED:
+        assert committed == compiled, RENEW
+
+
+KERNEL = """
+import triton.language as tl
+from triton.runtime import JITFunction
+
+SHIFT = tl.constexpr(1)
+
+@JITFunction
+def shifted(x):
+    return x + SHIFT
+
+@JITFunction
+def kernel(X, D, BLOCK: tl.constexpr):
+    entries = tl.arange(0, BLOCK)
+    tl.store(X + entries, shifted(tl.load(X + entries)), entries < D)
+"""
+
+
+def kernel_source(folder: Path, text: str = KERNEL) -> KernelSource:
+    folder.mkdir()
+    (folder / "kernel.py").write_text(text)
+    function = runpy.run_path(str(folder / "kernel.py"))["kernel"]
+    return KernelSource("kernel", function, "fp32", "64", {"X": "*fp32"}, {"BLOCK": 64}, ["X"], 4, 2, False)
+
+
+def test_fingerprints_know_all_that_the_code_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = kernel_source(tmp_path / "one"), TARGETS["sm_80"]
+    found = [
+        fingerprint(source, target),
+        fingerprint(source, TARGETS["sm_90"]),
+        fingerprint(source, TARGETS["gfx942"]),
+        fingerprint(replace(source, types={"X": "*bf16"}), target),
+        fingerprint(replace(source, constants={"BLOCK": 128}), target),
+        fingerprint(replace(source, constants={"BLOCK": 64, "D": 64}), target),
+        fingerprint(replace(source, aligned=["X", "D"]), target),
+        fingerprint(replace(source, warps=8), target),
+        fingerprint(replace(source, stages=3), target),
+        fingerprint(kernel_source(tmp_path / "called", KERNEL.replace("x + SHIFT", "x - SHIFT")), target),
+        fingerprint(kernel_source(tmp_path / "global", KERNEL.replace("constexpr(1)", "constexpr(2)")), target),
+    ]
+    monkeypatch.setattr(triton, "__version__", "0.0")
+    found.append(fingerprint(source, target))
+    assert len(set(found)) == len(found)
+
+
+def test_fingerprints_depend_on_nothing_else(tmp_path: Path) -> None:
+    source, target = kernel_source(tmp_path / "one"), TARGETS["sm_80"]
+    other = replace(kernel_source(tmp_path / "two"), name="other", config="other", on_tensor_cores=True)
+    assert fingerprint(other, target) == fingerprint(source, target)
 
 
 def test_the_pages_show_the_table_and_the_models() -> None:
@@ -118,7 +216,7 @@ def test_small_gpus_have_configurations_that_fit(device: Device) -> None:
             assert edgeconv.configs(device, form, dtype), (dtype, form)
 
 
-GOOD = Compiled("pointwise", "sm_80", "bf16", "32x64x64", 128, 40000, 0, 96, 1000)
+GOOD = Compiled("pointwise", "sm_80", "bf16", "32x64x64", 128, 40000, 0, 96, 1000, "0123456789abcdef")
 
 
 @pytest.mark.parametrize(
