@@ -26,10 +26,13 @@ struct Exchange {
         return gathered;
     }
 
-    static S3D_INLINE void prefetch(const T* row, int64_t stride) { __builtin_prefetch(row + rows_ahead * stride); }
-    static S3D_INLINE void prefetch(const int64_t* row, int64_t stride, int64_t count) {
-        __builtin_prefetch(row + rows_ahead * stride);
-        __builtin_prefetch(row + rows_ahead * stride + count - 1);
+    // Prefetches `count` entries of the row that is `rows_ahead` rows later, and with them every line of memory.
+    template <typename Entry>
+    static S3D_INLINE void prefetch(const Entry* row, int64_t stride, int64_t count) {
+        constexpr int64_t line = 64 / sizeof(Entry);
+        const Entry* ahead = row + rows_ahead * stride;
+        for (int64_t j = 0; j < count; j += line) __builtin_prefetch(ahead + j);
+        __builtin_prefetch(ahead + count - 1);
     }
 
     // What one row sends, for numbers or vectors of them: `sent` to the winner, `back` to the runner-up. `own` comes in
@@ -61,7 +64,7 @@ struct Exchange {
             const T* c = C + n * c_stride;
             T* own = t + n * width<T>;
             prefetch(from, winner_stride, count);
-            prefetch(c, c_stride);
+            prefetch(c, c_stride, count);
             uint64_t place[width<T>];
             if (find(from, count, points, place) >> 63) return false;
             if constexpr (columns > 0) {
@@ -98,8 +101,12 @@ struct Exchange {
             T* own = t + n * width<T>;
             prefetch(from, winner_stride, count);
             prefetch(other, ties.runner_stride, count);
-            prefetch(c, c_stride);
-            prefetch(k, ties.k_stride);
+            prefetch(c, c_stride, count);
+            prefetch(k, ties.k_stride, count);
+            if constexpr (sloped) {
+                prefetch(d1, ties.d1_stride, count);
+                prefetch(d2, ties.d2_stride, count);
+            }
             uint64_t place[width<T>], second[width<T>];
             if ((find(from, count, points, place) | find(other, count, points, second)) >> 63) return false;
             T sent[width<T>], back[width<T>];
@@ -123,7 +130,9 @@ struct Exchange {
                 }
                 for (int64_t j = count; j < width<T>; ++j) own[j] = 0;
             }
+#pragma GCC unroll 32
             for (int64_t j = 0; j < count; ++j) received[place[j]] += sent[j];
+#pragma GCC unroll 32
             for (int64_t j = 0; j < count; ++j) received[second[j]] += back[j];
             give(received + (first + n) * width<T>, own);
         }

@@ -34,7 +34,7 @@ class Captured(dict[str, SplittingOperator]):
         loss: the average loss over the batches.
         plan: what is kept of every unit, and where; None without a budget.
         stream: reads units again at every step; None if all units are in memory.
-        layers: the shape of each unit's weight, and whether it has a bias.
+        layers: the shape of each unit's weight, and whether it has a bias; not for units of several weights.
     """
 
     loss: float = float("nan")
@@ -129,7 +129,8 @@ def capture(
     capturer = BatchCapture(model, loss_fn, graph, Curvature(curvature, eps, relative, sharpness))
     captured = capture_with(capturer, chosen, batches, dtype, memory_budget, scratch, progress)
     stored = stored_tensors(model)
-    captured.layers = {unit.name: _layer_shape(stored[unit.weight], unit) for unit in chosen}
+    alone = [unit for unit in chosen if len(unit.filters) == 1]
+    captured.layers = {unit.name: _layer_shape(stored[unit.weight], unit) for unit in alone}
     return captured
 
 

@@ -42,7 +42,7 @@ from s3d_fast.operators.chain import (
 
 # The bandwidth of a kink, and of a tie between two values, in units of the step; and its least value in units of the
 # filter's length. docs/math.md says how they were chosen.
-KINK, TIE, FLOOR = 0.25, 0.2, 0.02
+KINK, TIE, FLOOR = 0.25, 0.2, 0.001
 # |dz/dtheta| behind a convolution or an average is estimated from this many random directions.
 PROBES = 16
 # Operations without a constant term; all operations that select entries have none either.
@@ -111,7 +111,7 @@ def kernel(distance: Tensor, width: Tensor) -> Tensor:
 class Values:
     """What a forward and a backward pass give: values of nodes, and gradients of the loss at some of them."""
 
-    def __init__(self, module: fx.GraphModule, kept: Mapping[str, Any], gradients: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, kept: Mapping[str, Any], gradients: Mapping[str, Tensor]) -> None:
         self.module, self.kept, self.gradients = module, kept, gradients
 
     def of(self, node: fx.Node) -> Any:
@@ -423,7 +423,7 @@ class ChainBuilder:
     # Steps.
 
     def _made(self, link: Link, number: int) -> list[Step]:
-        return getattr(self, f"_{link.kind}")(link, number)  # type: ignore[no-any-return]
+        return getattr(self, f"_{link.kind}")(link, number)
 
     def _tangents(self, link: Link) -> dict[Any, Any]:
         return {node: Tangent(self.at[source]) for node, source in zip(link.inputs, link.sources, strict=True)}

@@ -97,7 +97,7 @@ def rows_of(unit: Unit, x: Tensor) -> Tensor | None:
         return x[:, :, :: stride[0], :: stride[1]].movedim(1, -1).flatten(0, -2).contiguous()
     if channels * kernel[0] * kernel[1] > LARGEST_PATCH * filters:
         return None
-    patches = F.unfold(x, kernel, dilation, padding, stride)
+    patches = F.unfold(x, (kernel[0], kernel[1]), dilation, padding, stride)
     return patches.mT.flatten(0, 1).contiguous()
 
 

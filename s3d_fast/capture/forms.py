@@ -63,7 +63,12 @@ def _has_rows(unit: Unit) -> bool:
 
 def _coefficients_at_once(unit: Unit, values: Values, model: nn.Module, curvature: Curvature) -> Tensor | None:
     """Return C of a filter that one activation follows, perhaps behind a BatchNorm; None for any other chain."""
-    *before, last = unit.links
+    links = list(unit.links)
+    if curvature.kind == "paper":
+        # Nothing behind the first activation counts.
+        places = [place for place, link in enumerate(links) if link.is_curved]
+        links = links[: places[0] + 1]
+    *before, last = links
     if len(unit.filters) > 1 or len(unit.filters[0].calls) > 1 or not _has_rows(unit):
         return None
     if [link.kind for link in before] not in ([], ["scale"]) or last.kind != "curve" or last.activation is None:

@@ -40,7 +40,8 @@ def capture_layers(
 ) -> Captured:
     """Return the splitting operators of layers that you name, averaged over the batches; the model is not traced.
 
-    This is the eigen backend for growers that have their own surgery. Each layer's output, perhaps after a BatchNorm,
+    This is the eigen backend for growers that have their own surgery. S has the curvature of the activation named, and
+    no other: it is `capture(..., curvature="paper")`. Each layer's output, perhaps after a BatchNorm,
     goes through the activation named. How the code writes the activation does not matter: its output is recognised by
     its values. `extremal_eigenpairs(...)[name].as_weights("v_min")` gives the result in the shapes of the layer.
 

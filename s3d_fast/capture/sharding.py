@@ -103,7 +103,7 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
         all_rows = None if None in counts else sum(count for count in counts if count is not None)
         result[name] = ShardedOperator(operator, provider, all_rows, common.get(name))
     result.loss = sum(count * loss for _, count, loss, *_ in everyone) / total
-    result.plan, result.stream = captured.plan, captured.stream
+    result.plan, result.stream, result.layers = captured.plan, captured.stream, captured.layers
     return result
 
 

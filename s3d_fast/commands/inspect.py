@@ -111,8 +111,16 @@ def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: a
     dataset = load_dataset(recipe, options)
     seed_all(0)
     batches = SplitData(recipe, first(dataset.train, recipe.train_samples), model).batches()
-    options_of_capture = {"curvature": recipe.curvature, "eps": recipe.eps, "memory_budget": recipe.memory_budget}
-    operators = capture(model, make_loss(recipe), batches, graph, progress=True, **options_of_capture)
+    operators = capture(
+        model,
+        make_loss(recipe),
+        batches,
+        graph,
+        curvature=recipe.curvature,
+        eps=recipe.eps,
+        memory_budget=recipe.memory_budget,
+        progress=True,
+    )
     spectra = extremal_eigenpairs(operators, tol=recipe.tol, solver="auto")
     ends = {name: (spectrum.lambda_min.numpy(), spectrum.lambda_max.numpy()) for name, spectrum in spectra.items()}
     return ends, f"{len(batches) * recipe.split_batch} training samples"

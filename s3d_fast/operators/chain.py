@@ -326,7 +326,7 @@ class _JacobianProduct(torch.autograd.Function):
     """J r of a call at its values; its own derivative is the product with the transposed Jacobian."""
 
     @staticmethod
-    def forward(ctx: Any, step: Differentiated, tensors: Tensors, *r: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, step: Differentiated, tensors: Tensors, *r: Tensor) -> Tensor:
         ctx.step, ctx.tensors = step, tensors
         with torch.enable_grad():
             values = step._leaves(tensors)
@@ -337,7 +337,7 @@ class _JacobianProduct(torch.autograd.Function):
         return product
 
     @staticmethod
-    def backward(ctx: Any, y: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, y: Tensor) -> Any:
         with torch.enable_grad():
             values = ctx.step._leaves(ctx.tensors)
             result = ctx.step.evaluated(values, ctx.tensors)

@@ -43,11 +43,15 @@ class Spectrum:
         """Return "v_min" or "v_max" in the shapes of the layer's weight and bias; None if it has no bias.
 
         Raises:
-            ValueError: the name is another, or the spectrum does not come from `capture` or `capture_layers`.
+            ValueError: the name is another, the spectrum does not come from `capture` or `capture_layers`, or several
+                layers make the unit's channels.
         """
         require.choice("name", name, ("v_min", "v_max"))
         if self.layer is None:
-            raise ValueError("the layer's shape is not known: the operator does not come from a capture")
+            raise ValueError(
+                "the layer's shape is not known: the operator does not come from a capture, or several layers make its "
+                "channels"
+            )
         vectors, shape, axis = getattr(self, name), self.layer.weight, self.layer.row_axis
         columns = vectors[:, :-1] if self.layer.bias else vectors
         rest = [size for place, size in enumerate(shape) if place != axis]

@@ -68,6 +68,8 @@ class _Guided(Execution):
     def __init__(self, module: fx.GraphModule, model: nn.Module, unit: Unit, filter: int, row: Tensor | None) -> None:
         super().__init__(module, model)
         self.unit, self.filter, self.row = unit, filter, row
+        self.layer = unit.filters[0].calls[0].node.name
+        self.end, self.axis = first_activation(unit)
         self.activation: Tensor | None = None
 
     def response(self, pixels: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ class _Guided(Execution):
         except (RuntimeError, IndexError, TypeError) as error:
             raise ValueError(f"image cannot be evaluated by the model: {error}") from error
         assert self.activation is not None
-        axis = self.unit.activation_axis
+        axis = self.axis
         # A flattened channel has several entries.
         entries = self.activation.shape[axis] // self.unit.width
         return self.activation.narrow(axis, self.filter * entries, entries).sum()
@@ -87,10 +89,10 @@ class _Guided(Execution):
         if self.activation is not None:
             # Nothing after the unit is needed.
             return None
-        if n.name == self.unit.producer_node and self.row is not None:
+        if n.name == self.layer and self.row is not None:
             return self._produce(n, self.row)
         result = self._rectify(n) if self._is_rectifier(n) else super().evaluate(n)
-        if n.name == self.unit.activation_node:
+        if n is self.end:
             self.activation = result
         return result
 
@@ -122,6 +124,17 @@ class _Guided(Execution):
         if guided.requires_grad:
             guided.register_hook(lambda g: g.clamp(min=0))
         return guided
+
+
+def first_activation(unit: Unit) -> tuple[fx.Node, int]:
+    """Return the first activation behind a unit's filters, and the axis of the channels in its result."""
+    for link in unit.links:
+        if link.kind == "maximum" and link.is_shifted:
+            # The graph has the activation before this maximum.
+            return link.inputs[0], link.axis
+        if link.kind == "curve":
+            return link.node, link.axis
+    raise ValueError(f"unit must have an activation of its own, got {unit.name!r}")
 
 
 def check_image(image: Tensor) -> None:
