@@ -453,7 +453,7 @@ def test_bad_input_ends_with_a_message_and_writes_nothing(
         (["--seed", "1"], "seed differ"),
         (["--resume", "--seed", "1"], "seed differ"),
         (["--resume", "--method", "s2d"], "method, settings differ"),
-        (["--resume", "--preset", "cpu"], "preset differ"),
+        (["--resume", "--preset", "cpu"], "preset, settings differ"),
         (["--resume", "--eps", "0.02"], "settings differ"),
     ],
     ids=" ".join,

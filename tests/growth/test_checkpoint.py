@@ -71,7 +71,7 @@ def grow(kind: str, optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[nn
         train(model, stepper, x, target, 2)
         graph = s3d.trace(model, x)
         before = graph.widths()
-        operators = s3d.capture(model, nn.functional.cross_entropy, [(x, target)], graph)
+        operators = s3d.capture(model, nn.functional.cross_entropy, [(x, target)], graph, curvature="paper")
         plan = s3d.select(s3d.extremal_eigenpairs(operators, tol=1e-2), graph, m=2, c=1.3, fraction=0.5)
         s3d.apply_splits(model, plan, 0.05, stepper)
         assert sum(s3d.trace(model, x).widths().values()) > sum(before.values())
@@ -134,7 +134,9 @@ def test_a_restored_network_trains_and_grows_like_the_saved_one(kind: str, tmp_p
     for net in (model, other):
         train(net, torch.optim.SGD(net.parameters(), lr=0.1), x, target, 2)
         graph = s3d.trace(net, x)
-        spectra = s3d.extremal_eigenpairs(s3d.capture(net, nn.functional.cross_entropy, [(x, target)], graph))
+        spectra = s3d.extremal_eigenpairs(
+            s3d.capture(net, nn.functional.cross_entropy, [(x, target)], graph, curvature="paper")
+        )
         s3d.apply_splits(net, s3d.select(spectra, graph, fraction=0.3), 0.05)
     assert_same_state(other.state_dict(), model.state_dict())
 
