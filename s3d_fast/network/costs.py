@@ -46,6 +46,15 @@ def marginal(graph: Graph, widths: Mapping[str, int] | None = None) -> dict[str,
     return {name: Cost(round(params[name]), round(macs[name])) for name in graph.units}
 
 
+def squares(graph: Graph) -> set[str]:
+    """Return the units whose own cost is not linear in their width: a tensor or product has their channels twice."""
+    found: set[str] = set()
+    for term in (*graph.parameters, *graph.products):
+        counts = [unit for size in term.sizes for unit in size.per_channel]
+        found |= {unit for unit in counts if counts.count(unit) > 1}
+    return found
+
+
 def neighbours(graph: Graph) -> set[tuple[str, str]]:
     """Return the pairs of units whose costs depend on each other: some tensor or product has channels of both."""
     return {

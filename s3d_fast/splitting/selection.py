@@ -205,7 +205,11 @@ def _prices(graph: Graph, cost: str | CostFunction) -> dict[str, float]:
 
 
 def _cross_prices(graph: Graph, cost: str | CostFunction, names: list[str]) -> dict[tuple[int, int], float]:
-    """Return, for pairs of units, the cost beyond the sum of their prices if both grow by one filter."""
+    """Return, for pairs of units, the cost beyond the sum of their prices if both grow by one filter.
+
+    A weight that reads and writes the channels of one unit, as in a residual stream, grows with the square of its
+    width: the pair of the unit with itself holds half of the second difference of the cost.
+    """
     if callable(cost) or cost == "filters":
         return {}
     place = {name: index for index, name in enumerate(names)}
@@ -213,6 +217,9 @@ def _cross_prices(graph: Graph, cost: str | CostFunction, names: list[str]) -> d
     pairs = sorted(costs.neighbours(graph))
     for name, unit in graph.units.items():
         others = [other for own, other in pairs if own == name and name in place and other in place]
+        if name in costs.squares(graph) and name in place:
+            more = costs.marginal(graph, {name: unit.width + 1})
+            found[place[name], place[name]] = float(getattr(more[name] - prices[name], cost)) / 2
         if not others:
             continue
         more = costs.marginal(graph, {name: unit.width + 1})
@@ -239,13 +246,15 @@ def _within_budget(
     if budget == 0 or len(candidates.gain) == 0:
         return np.zeros(0, np.int64)
     _, neuron = np.unique(np.stack([candidates.unit, candidates.neuron]), axis=1, return_inverse=True)
+    cross = _cross_prices(graph, cost, names)
     knapsack = Knapsack(
         gain=candidates.gain,
         neuron=neuron.reshape(-1),
         unit=candidates.unit,
         extra=(candidates.copies - 1).astype(np.float64),
-        price=np.array([prices[name] for name in names]),
-        cross=_cross_prices(graph, cost, names),
+        # With price p and square s, growth by G costs p G + s G (G - 1).
+        price=np.array([prices[name] - cross.get((place, place), 0.0) for place, name in enumerate(names)]),
+        cross=cross,
         cap=np.array([caps[name] for name in names]),
     )
     plans = [_keep_within(knapsack, knapsack.relaxed, budget)]

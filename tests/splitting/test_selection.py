@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import s3d_fast as s3d
 from s3d_fast.models.mlp import MLP
+from s3d_fast.network import costs
+from tests.model_cases import net
 
 Ends = tuple[Sequence[float], Sequence[float]]
 reproducible = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -578,3 +580,30 @@ def test_spectra_of_a_layer_that_is_no_unit_are_refused() -> None:
     for name in ("layers.2", "elsewhere"):
         with pytest.raises(ValueError, match=rf"spectra.*{name}"):
             s3d.select({**spectra, name: spectra["layers.0"]}, graph, c=1)
+
+
+@pytest.mark.parametrize("cost", ["params", "macs"])
+@pytest.mark.parametrize("relax", [True, False])
+def test_a_weight_that_reads_and_writes_one_unit_costs_its_square(cost: str, relax: bool) -> None:
+    model = net(
+        lambda s, x: s.head(torch.relu(h := torch.relu(s.stem(x))) + s.body(h)),
+        stem=nn.Linear(3, 6),
+        body=nn.Linear(6, 6),
+        head=nn.Linear(6, 2),
+    )
+    graph = s3d.trace(model, torch.zeros(2, 3, dtype=torch.float64))
+    (unit,) = graph
+    filters, width = unit.width, unit.fan_in
+    vectors = torch.zeros(filters, width, dtype=torch.float64)
+    vectors[:, 0] = 1
+    low = -torch.arange(1.0, filters + 1, dtype=torch.float64)
+    zero = torch.zeros(filters, dtype=torch.float64)
+    count = torch.zeros(filters, dtype=torch.int64)
+    spectra = {unit.name: s3d.Spectrum(low, vectors, zero, vectors, zero, zero, zero == 0, count, count)}
+    before = costs.count(graph)
+    for growth in range(1, filters + 1):
+        exact = getattr(costs.count(graph, {unit.name: filters + growth}) - before, cost)
+        for budget, wanted in ((exact, growth), (exact - 1, growth - 1)):
+            plan = s3d.select(spectra, graph, m=2, c=1.0, budget=budget, cost=cost, relax=relax)
+            assert getattr(plan.added(), cost) <= budget
+            assert len(plan) == wanted or relax
