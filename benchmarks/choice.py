@@ -21,6 +21,8 @@ import s3d_fast as s3d
 from s3d_fast import data, recipes
 from s3d_fast.base.tables import text_table
 
+# The floor of the bandwidth of kinks that `Grower` uses.
+FLOOR = 0.02
 # The size of a step, and whether it is relative to the filters.
 STEPS = ((0.01, False), (0.1, True))
 
@@ -65,7 +67,7 @@ def plans(
     found: dict[str, s3d.SplitPlan] = {}
     every: s3d.SplitPlan | None = None
     for kind in ("paper", "exact"):
-        options: dict[str, Any] = {"curvature": kind, "eps": eps, "relative": relative, "units": units}
+        options: dict[str, Any] = {"curvature": kind, "eps": eps, "relative": relative, "floor": FLOOR, "units": units}
         spectra = s3d.extremal_eigenpairs(s3d.capture(model, F.cross_entropy, batches, graph, **options))
         found[kind] = s3d.select(spectra, graph, m=2, c=1.3, fraction=0.35)
         every = s3d.select(spectra, graph, m=2, c=1.3)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from s3d_fast.backends.operations import depthwise_row_norms
+from s3d_fast.backends.operations import depthwise_row_norms, unchecked_curvature
 from s3d_fast.base import require
 from s3d_fast.capture.depthwise import as_maps, channels_last, depthwise_chain, rows_of, scaled, times
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.capture.maxima import top_two
 from s3d_fast.capture.pairs import difference_norms
-from s3d_fast.maths.activations import DEFAULT_SHARPNESS, Activation
+from s3d_fast.maths.activations import DEFAULT_SHARPNESS, Activation, activation
 from s3d_fast.network.calls import Call, operation
 from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors
 from s3d_fast.network.links import Link
@@ -41,8 +41,10 @@ from s3d_fast.operators.chain import (
 )
 
 # The bandwidth of a kink, and of a tie between two values, in units of the step; and its least value in units of the
-# filter's length. docs/math.md says how they were chosen.
+# filter's length. docs/design.md says how they were chosen.
 KINK, TIE, FLOOR = 0.25, 0.2, 0.001
+# The least value for growth: splits chosen with it gain more on data that S has not seen.
+GROWTH_FLOOR = 0.02
 # |dz/dtheta| behind a convolution or an average is estimated from this many random directions.
 PROBES = 16
 # Operations without a constant term; all operations that select entries have none either.
@@ -76,18 +78,21 @@ class Curvature:
         eps: the size of the step that will be made.
         relative: whether eps is relative to the length of the filter.
         sharpness: of the softplus that stands in for kinks; None means the scale of the step ("exact") or 3 ("paper").
+        floor: the least bandwidth of kinks and ties, in units of the filter's length.
     """
 
     kind: str = "exact"
     eps: float = 0.01
     relative: bool = False
     sharpness: float | None = None
+    floor: float = FLOOR
 
     def __post_init__(self) -> None:
         require.choice("curvature", self.kind, ("exact", "paper"))
         require.positive("eps", self.eps)
         if self.sharpness is not None:
             require.positive("sharpness", self.sharpness)
+        require.not_negative("floor", self.floor)
 
     @property
     def fixed_sharpness(self) -> float | None:
@@ -97,15 +102,16 @@ class Curvature:
     def bandwidth(self, length: Tensor, factor: float) -> Tensor:
         """Return the bandwidth in parameters for filters of these lengths."""
         step = self.eps * length if self.relative else torch.full_like(length, self.eps)
-        return torch.maximum(factor * step, FLOOR * length)
+        return torch.maximum(factor * step, self.floor * length)
 
 
 def kernel(distance: Tensor, width: Tensor) -> Tensor:
     """Return the logistic kernel of a bandwidth at a distance; zero where the bandwidth is zero."""
-    is_wide = width > 0
-    beta = 1 / torch.where(is_wide, width, 1)
-    s = torch.sigmoid(beta * distance)
-    return torch.where(is_wide, beta * s * (1 - s), 0)
+    beta = width.clamp(min=torch.finfo(width.dtype).tiny).reciprocal_()
+    s = (beta * distance).sigmoid_()
+    # s (1 - s), times beta.
+    result = torch.addcmul(s, s, s, value=-1).mul_(beta)
+    return result.masked_fill_(width <= 0, 0)
 
 
 class Values:
@@ -188,7 +194,8 @@ class ChainBuilder:
         self.steps += writes
         wants = self.curvature.fixed_sharpness is None and any(self._is_kinked(link) for link in self.unit.links)
         lookup = self._lookup
-        if wants:
+        is_known = self.depthwise is not None and len(self.depthwise.curves) == 2 and self.rows is not None
+        if wants and not is_known:
             self._start_rays(writes)
         for link in self.unit.links:
             number = len(self.at)
@@ -369,6 +376,8 @@ class ChainBuilder:
         step = self.at[source]
         if self._is_behind_first(source):
             return self._reach_behind_first()
+        if not self.rays:
+            return self._reach_of_first()
         if self.is_single[source]:
             return _root_of_squares([ray[step] for ray in self.rays])
         return _root_of_squares([probe[step] for probe in self.probes]) / math.sqrt(len(self.probes))
@@ -387,6 +396,16 @@ class ChainBuilder:
         if norm is None:
             return None
         return norm_scale(norm.node, self.values.module).to(self.values.of(norm.node).dtype)
+
+    def _reach_of_first(self) -> Tensor:
+        """Return |dz/dtheta| at the first activation of a depthwise chain: the lengths of rows, times the scale."""
+        assert self.depthwise is not None
+        assert self.rows is not None
+        samples, _, height, width = self.values.of(self.calls[0].node).shape
+        squares = self.rows.square().sum(-1) + float(self.unit.filters[0].bias is not None)
+        lengths = squares.sqrt().reshape(samples, 1, height, width)
+        scale = self.scale_of(self.depthwise.norms[0])
+        return lengths if scale is None else lengths * scale.abs().reshape(-1, 1, 1)
 
     def _reach_behind_first(self) -> Tensor:
         """Return |dz/dtheta| behind the first depthwise convolution: products of neighbouring rows are shared."""
@@ -525,9 +544,11 @@ class ChainBuilder:
         if link.slope is not None:
             slope = self.values.of(link.slope).to(z)
             slope = slope if len(slope) == 1 else slope.reshape(-1, *[1] * (z.dim() - 1 - link.axis))
-        d = act.first(z)
-        C = act.curvature(z)
+        d = z if link.is_last else act.first(z)
         fixed = self.curvature.fixed_sharpness
+        if slope is None and (fixed is not None or not act.kinks):
+            return [d], {(0, 0): unchecked_curvature(g, z, activation(act, sharpness=fixed), axis=link.axis)}
+        C = act.curvature(z)
         for kink in act.kinks:
             if fixed is not None:
                 width = torch.full_like(z, 1 / fixed)
@@ -535,7 +556,8 @@ class ChainBuilder:
                 width = self._bandwidth(link, KINK, z) * self._reach(link.sources[0])
             C = C + kink.jump * kernel(z - kink.at, width)
         if slope is not None:
-            d, C = d + (1 - d) * slope, C * (1 - slope)
+            d, C = act.first(z), C * (1 - slope)
+            d = d + (1 - d) * slope
         return [d], {(0, 0): g * C}
 
     def _glu(self, link: Link, number: int) -> list[Step]:

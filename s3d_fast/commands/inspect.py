@@ -14,6 +14,7 @@ from s3d_fast.base import require
 from s3d_fast.base.random_state import seed_all
 from s3d_fast.base.tables import text_table
 from s3d_fast.capture.all_batches import capture
+from s3d_fast.capture.chain import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.growth.run_folder import RunFolder, read_spectra
@@ -118,6 +119,7 @@ def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: a
         graph,
         curvature=recipe.curvature,
         eps=recipe.eps,
+        floor=GROWTH_FLOOR,
         memory_budget=recipe.memory_budget,
         progress=True,
     )

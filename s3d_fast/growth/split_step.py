@@ -18,7 +18,7 @@ from s3d_fast.base.batches import are_the_same
 from s3d_fast.base.losses import checked_loss
 from s3d_fast.base.world import World
 from s3d_fast.capture.all_batches import capture
-from s3d_fast.capture.chain import Curvature
+from s3d_fast.capture.chain import GROWTH_FLOOR, Curvature
 from s3d_fast.capture.sharding import of_all_processes
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.run_folder import RunFolder
@@ -109,6 +109,7 @@ class SplitStep:
                 units=self.units,
                 curvature=self.curvature,
                 eps=self.eps,
+                floor=GROWTH_FLOOR,
                 memory_budget=self.memory_budget,
                 progress=self.progress,
             )
