@@ -242,7 +242,8 @@ class ChainBuilder:
             if any(own.node is call.node for own in one.calls):
                 length = self.stored[one.weight].shape[one.row_axis]
                 is_all = len(one.rows) == length and bool((one.rows == range(length)).all())
-                rows = None if is_all else self._keep(torch.from_numpy(one.rows).clone())
+                where = self.stored[one.weight].device
+                rows = None if is_all else self._keep(torch.from_numpy(one.rows).clone().to(where))
                 starts.append(Part(start, rows))
                 origins.append(place)
                 owner = one
@@ -253,7 +254,7 @@ class ChainBuilder:
             given[call.bias] = Moved(True)
         bound = self._bound(call.node, given)
         if call.bias is not None and owner.bias is None:
-            bound = _without_bias(bound, call.node)
+            bound = _without_bias(bound, call.node, self.values.of(call.node))
         view = _viewed(call.views) if call.views else None
         bias = None if owner.bias is None else len(self.stored[owner.bias])
         shape = tuple(self.stored[owner.weight].shape)
@@ -456,7 +457,7 @@ class ChainBuilder:
             module = copy.deepcopy(self.model.get_submodule(str(Call(link.node)["name"])))
             call = BoundCall(module, (Tangent(source),), {})
         if name in WITH_BIAS:
-            return [Linear(_without_bias(call, link.node))]
+            return [Linear(_without_bias(call, link.node, self.values.of(link.node)))]
         if name in ("aten.masked_fill", "aten.pad", "aten.constant_pad_nd"):
             value = _names(link.node).index("value")
             return [Linear(_replaced(call, value, "value", 0 if name != "aten.pad" else None))]
@@ -672,12 +673,12 @@ def _names(node: fx.Node) -> list[str]:
     return [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
 
 
-def _without_bias(call: BoundCall, node: fx.Node) -> BoundCall:
+def _without_bias(call: BoundCall, node: fx.Node, like: Tensor) -> BoundCall:
     names = _names(node)
     if "bias" in names:
         return _replaced(call, names.index("bias"), "bias", None)
     # addmm and the like: the first tensor is added.
-    return _replaced(call, 0, names[0], torch.zeros(()))
+    return _replaced(call, 0, names[0], like.new_zeros(()))
 
 
 def _replaced(call: BoundCall, index: int, name: str, value: Any) -> BoundCall:

@@ -56,9 +56,21 @@ def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curva
     return general
 
 
+# Calls that take the transposed of a matrix.
+TRANSPOSES = frozenset({"aten.t", "aten.transpose", "aten.numpy_T", "aten.mT", "aten.permute"})
+
+
 def _has_rows(unit: Unit) -> bool:
+    """Return whether the filters of a unit see the rows of a matrix, or the patches of maps."""
     call = unit.filters[0].calls[0]
-    return operation(call.node) in ("aten.linear", "aten.conv2d") and not call.views
+    name = operation(call.node)
+    if name in ("aten.linear", "aten.conv2d"):
+        return not call.views
+    if name not in ("aten.matmul", "aten.mm", "aten.addmm") or len(shape(call.weight)) != 2:
+        return False
+    # x @ W or x @ W.T, not W @ x.
+    factors = Call(call.node).tensors[-2:]
+    return factors == [call.source, call.weight] and all(operation(node) in TRANSPOSES for node in call.views)
 
 
 def _coefficients_at_once(unit: Unit, values: Values, model: nn.Module, curvature: Curvature) -> Tensor | None:
@@ -93,7 +105,7 @@ def _row_norms(unit: Unit, values: Values) -> Tensor:
     """Return |x| of the rows of a linear layer or a convolution, by sample and position."""
     call, bias = Call(unit.filters[0].calls[0].node), float(unit.filters[0].bias is not None)
     squares = values.of(unit.filters[0].calls[0].source).square()
-    if call.operation == "aten.linear":
+    if call.operation != "aten.conv2d":
         return (squares.sum(-1) + bias).sqrt()
     kernel = shape(call["weight"])[2:]
     ones = squares.new_ones(1, 1, *kernel)
@@ -202,7 +214,7 @@ def _on_rows(unit: Unit, values: Values, C: Tensor) -> SplittingOperator:
     own = unit.filters[0]
     call = Call(own.calls[0].node)
     x, bias = values.of(own.calls[0].source), own.bias is not None
-    axis = C.dim() - 1 if call.operation == "aten.linear" else C.dim() - 3
+    axis = C.dim() - 3 if call.operation == "aten.conv2d" else C.dim() - 1
     if len(own.rows) != C.shape[axis] or (own.rows != range(len(own.rows))).any():
         C = C.index_select(axis, torch.from_numpy(own.rows).to(C.device))
     if call.operation == "aten.conv2d":
