@@ -193,7 +193,27 @@ def _two_readers(act: Act) -> nn.Module:
     return net(forward, up=nn.Linear(5, 6), norm=nn.BatchNorm1d(6), head=nn.Linear(18, 3), act=act())
 
 
+def _token(act: Act) -> nn.Module:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = torch.cat([self.token.expand(len(x), -1, -1), self.act(self.up(x))], 1)
+        return self.head(torch.tanh(h.mean(1)))
+
+    model = net(forward, up=nn.Linear(5, 6), head=nn.Linear(6, 3), act=act())
+    model.token = nn.Parameter(torch.randn(1, 1, 6))
+    return model
+
+
+def _masked(act: Act) -> nn.Module:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = self.act(self.up(x)).masked_fill(x[..., :1] > 0.5, 2.0)
+        return self.head(torch.tanh(nn.functional.pad(h, (0, 0, 1, 1), value=3.0).mean(1)))
+
+    return net(forward, up=nn.Linear(5, 6), head=nn.Linear(6, 3), act=act())
+
+
 CASES = (
+    ChainCase("a token before the others", _token, (4, 5), {"up": "ChainOperator"}),
+    ChainCase("masks and padding", _masked, (4, 5), {"up": "ChainOperator"}),
     ChainCase(
         "mlp",
         lambda act: nn.Sequential(nn.Linear(5, 6), act(), nn.Linear(6, 7), nn.BatchNorm1d(7), act(), nn.Linear(7, 3)),

@@ -55,7 +55,7 @@ HOMOGENEOUS = frozenset(
         *("bmm", "einsum", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
         *("adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d"),
         *("upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d"),
-        *("upsample_trilinear3d", "cat", "concat", "stack", "scaled_dot_product_attention", "repeat", "index_select"),
+        *("upsample_trilinear3d", "scaled_dot_product_attention", "repeat", "index_select"),
     )
 )
 WITH_BIAS = frozenset(
@@ -174,6 +174,7 @@ class ChainBuilder:
         self.stored = stored_tensors(model)
         self.tensors: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
+        self.constants: dict[fx.Node, Any] = {}
         self.steps: list[Step] = []
         self.calls = list({call.node: call for one in unit.filters for call in one.calls}.values())
         self.at: list[int] = []  # the step of every call and link
@@ -182,7 +183,6 @@ class ChainBuilder:
         self.origins: list[frozenset[int]] = []
         self.is_first: list[bool] = []  # whether no curvature comes before
         self.shifted: dict[int, Tensor] = {}  # values that the graph does not show
-        self.winners: dict[int, Tensor] = {}
         self.ties: dict[int, Maximum] = {}  # by the link
         self.depthwise = depthwise_chain(unit)
         self.rays: list[list[Any]] = []
@@ -269,8 +269,10 @@ class ChainBuilder:
         def argument(one: fx.Node) -> Any:
             if one in given:
                 return given[one]
-            value = self.values.of(one)
-            return Kept(self._keep(value)) if isinstance(value, Tensor) else value
+            if one not in self.constants:
+                value = self.values.of(one)
+                self.constants[one] = Kept(self._keep(value)) if isinstance(value, Tensor) else value
+            return self.constants[one]
 
         arguments, keywords = fx.map_arg((node.args, node.kwargs), argument)
         return BoundCall(node.target, tuple(arguments), dict(keywords))  # type: ignore[arg-type]
@@ -459,8 +461,10 @@ class ChainBuilder:
         if name in WITH_BIAS:
             return [Linear(_without_bias(call, link.node, self.values.of(link.node)))]
         if name in ("aten.masked_fill", "aten.pad", "aten.constant_pad_nd"):
-            value = _names(link.node).index("value")
-            return [Linear(_replaced(call, value, "value", 0 if name != "aten.pad" else None))]
+            place = _names(link.node).index("value")
+            given = Call(link.node)["value"]
+            zero = self.values.of(link.node).new_zeros(()) if isinstance(given, fx.Node) else 0
+            return [Linear(_replaced(call, place, "value", zero if name != "aten.pad" else None))]
         if link.is_shifted:
             (before,) = link.sources
             self.shifted[number] = call(
