@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch import nn
 
 import s3d_fast as s3d
 from benchmarks.autodiff_rayleigh import AutodiffRayleigh
 from benchmarks.compare import compare, error
 from benchmarks.device import DEVICE
-from s3d_fast.models import MobileNetV1
+from s3d_fast.models import MobileNetV1, ResNet
+from s3d_fast.operators import ChainOperator
 from s3d_fast.solvers.eigenpairs import DEFAULT_SEED
 
 TOLERANCE = 1e-2
@@ -88,6 +90,25 @@ def test_eigen_phase_of_mobilenet_with_all_curvature(benchmark: BenchmarkFixture
     compare(benchmark, lambda: phase("exact"), others, rounds=5)
     if "ratios" in benchmark.extra_info:
         benchmark.extra_info["aims"] = {"forward + backward": 1 / 3}
+
+
+def test_product_of_a_residual_stream(benchmark: BenchmarkFixture) -> None:
+    benchmark.group = "S v by the definition"
+    torch.manual_seed(0)
+    model = ResNet((2, 2), (16, 32), num_classes=10, activation=nn.SiLU).to(DEVICE).eval()
+    x, y = torch.randn(64, 3, 32, 32).to(DEVICE), torch.randint(10, (64,)).to(DEVICE)
+    operator = s3d.capture(model, F.cross_entropy, [(x, y)], s3d.trace(model, x[:2]))["stem.0"]
+    assert isinstance(operator, ChainOperator)
+    V = torch.randn(operator.shape, device=DEVICE)
+
+    def forward_and_backward() -> None:
+        """The layers that write the stream, with their activations, and the gradients of their weights."""
+        weights = [torch.randn(write.shape, device=DEVICE, requires_grad=True) for write in operator.writes]
+        pairs = zip(operator.writes, weights, strict=True)
+        sum(F.silu(write.evaluated(weight, None, operator.tensor)).sum() for write, weight in pairs).backward()
+
+    name = "forward + backward of the chain"
+    compare(benchmark, lambda: operator.matvec(V), {name: forward_and_backward}, rounds=5, aims={name: 1 / 3})
 
 
 def descent_steps(operators: s3d.Captured, exact: dict[str, s3d.Spectrum]) -> int:
