@@ -323,7 +323,6 @@ class ChainBuilder:
     def _start_rays(self, writes: Sequence[Write]) -> None:
         """Begin to follow |dz/dtheta| along the chain: a ray for the filters of every weight, or random directions."""
         outputs = [self.values.of(call.node) for call in self.calls]
-        dtype = outputs[0].dtype
         for place in range(len(self.unit.filters)):
             ray: list[Any] = []
             for write, call, out in zip(writes, self.calls, outputs, strict=True):
@@ -331,11 +330,7 @@ class ChainBuilder:
                 ray.append(torch.zeros_like(out) if part is None else self._norms(write, part, out))
             self.rays.append(ray)
         if self._needs_probes():
-            made = torch.Generator().manual_seed(0)
-            shape = (self.unit.width, self.unit.fan_in)
-            for _ in range(PROBES):
-                V = torch.randn(shape, generator=made, dtype=torch.float64).to(outputs[0].device, dtype)
-                self.probes.append([write.output(V, self._lookup) for write in writes])
+            self._start_probes()
 
     def _parts_of(self, write: Write, call: FilterCall) -> list[tuple[Part, int]]:
         owners = [
@@ -624,11 +619,12 @@ class ChainBuilder:
             if norms is not None:
                 return norms
         if not self.probes:
-            self._replay_probes()
+            self._start_probes()
         r = [probe[self.at[source]] for probe in self.probes]
         return _root_of_squares([one.take(winner) - one.take(runner) for one in r]) / math.sqrt(len(r))
 
-    def _replay_probes(self) -> None:
+    def _start_probes(self) -> None:
+        """Begin to follow random directions along the chain, from the filters to the last step so far."""
         made = torch.Generator().manual_seed(0)
         like = self.values.of(self.calls[0].node)
         count = len(self.calls)

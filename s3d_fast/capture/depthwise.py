@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from s3d_fast.maths.reference import DepthwiseStage
-from s3d_fast.network.calls import Call, operation, shape
+from s3d_fast.network.calls import Call, operation, pair, shape
 from s3d_fast.network.graph import Unit
 from s3d_fast.network.links import Link
 
@@ -40,7 +39,7 @@ class DepthwiseChain:
         found = []
         for link in self.convolutions:
             call = Call(link.node)
-            found.append(DepthwiseStage(_pair(call["stride"]), _pair(call["padding"]), _pair(call["dilation"])))
+            found.append(DepthwiseStage(pair(call["stride"]), pair(call["padding"]), pair(call["dilation"])))
         return tuple(found)
 
 
@@ -92,7 +91,7 @@ def rows_of(unit: Unit, x: Tensor) -> Tensor | None:
     """Return the rows of a convolution's patches, (B H W, D); None if they would take too much memory."""
     call = Call(unit.filters[0].calls[0].node)
     filters, channels, *kernel = shape(call["weight"])
-    stride, padding, dilation = _pair(call["stride"]), _pair(call["padding"]), _pair(call["dilation"])
+    stride, padding, dilation = pair(call["stride"]), pair(call["padding"]), pair(call["dilation"])
     if kernel == [1, 1] and padding == (0, 0):
         return x[:, :, :: stride[0], :: stride[1]].movedim(1, -1).flatten(0, -2).contiguous()
     if channels * kernel[0] * kernel[1] > LARGEST_PATCH * filters:
@@ -104,11 +103,6 @@ def rows_of(unit: Unit, x: Tensor) -> Tensor | None:
 def channels_last(maps: Tensor) -> Tensor:
     """Return (B, M, H, W) maps as (B, H, W, M)."""
     return maps.movedim(1, -1).contiguous()
-
-
-def _pair(given: Any) -> tuple[int, int]:
-    values = [int(one) for one in given] if isinstance(given, (list, tuple)) else [int(given)]
-    return (values[0], values[-1])
 
 
 def times(weight: Tensor, scale: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from s3d_fast.capture.depthwise import DepthwiseChain, channels_last, scaled, sq
 from s3d_fast.capture.edges import edgeconv_operator
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.maths.activations import activation
-from s3d_fast.network.calls import Call, operation, shape
+from s3d_fast.network.calls import Call, operation, pair, shape
 from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors
 from s3d_fast.operators import (
     ChainOperator,
@@ -143,9 +143,9 @@ def _tied(
         d1=None if same else d1,
         d2=None if same else d2,
         kernel_size=shape(call["weight"])[2:],
-        stride=_pair(call["stride"]),
-        padding=_pair(call["padding"]),
-        dilation=_pair(call["dilation"]),
+        stride=pair(call["stride"]),
+        padding=pair(call["padding"]),
+        dilation=pair(call["dilation"]),
         bias=unit.filters[0].bias is not None,
     )
 
@@ -227,13 +227,13 @@ def conv_operator(
     x: Tensor, C: Tensor, bias: bool, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any
 ) -> SplittingOperator:
     """Return the operator of a 2-d convolution: on rows if its kernel is 1 x 1 or its patches are few numbers."""
-    stride, dilation = _pair(stride), _pair(dilation)
+    stride, dilation = pair(stride), pair(dilation)
     if x.dim() == 3:
         x, C = x.unsqueeze(0), C.unsqueeze(0)
     if padding == "same":
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         x = F.pad(x, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2))
-    padding = (0, 0) if isinstance(padding, str) else _pair(padding)
+    padding = (0, 0) if isinstance(padding, str) else pair(padding)
     if kernel == (1, 1) and padding == (0, 0):
         rows = x[:, :, :: stride[0], :: stride[1]]
         return PointwiseOperator(
@@ -248,8 +248,3 @@ def conv_operator(
             patches.mT.flatten(0, 1).contiguous(), C.flatten(2).mT.flatten(0, 1).contiguous(), bias=bias
         )
     return ConvOperator(x, C, **geometry, bias=bias)
-
-
-def _pair(given: Any) -> tuple[int, int]:
-    values = [int(one) for one in given] if isinstance(given, (list, tuple)) else [int(given)]
-    return (values[0], values[-1])

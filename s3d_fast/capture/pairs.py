@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from s3d_fast.network.calls import Call
+from s3d_fast.network.calls import Call, pair
 
 # Rows of winners and runners-up are gathered only if they have at most this many numbers.
 MOST_NUMBERS = 50_000_000
@@ -41,8 +39,6 @@ def difference_norms(
     at, other = winner % (height * width), runner % (height * width)
     down, right = other // width - at // width, other % width - at % width
     inner = torch.zeros_like(c1)
-    own = torch.zeros_like(c1)
-    others = torch.zeros_like(c1)
     squares = _inner_products(call, x, 0, 0, bias).flatten(1)
     own, others = squares[samples, at], squares[samples, other]
     for shift in torch.stack([down.flatten(), right.flatten()], 1).unique(dim=0).tolist():
@@ -56,17 +52,12 @@ def _inner_products(call: fx.Node, x: Tensor, down: int, right: int, bias: bool)
     """Return the inner product of every patch with the patch so many positions away; zero beyond the border."""
     bound = Call(call)
     kernel = bound["weight"].meta["val"].shape[2:]
-    stride, padding, dilation = (_pair(bound[name]) for name in ("stride", "padding", "dilation"))
+    stride, padding, dilation = (pair(bound[name]) for name in ("stride", "padding", "dilation"))
     padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     steps = (down * stride[0], right * stride[1])
-    moved = F.pad(padded, (-min(0, steps[1]) * 1, max(0, steps[1]), -min(0, steps[0]) * 1, max(0, steps[0])))
+    moved = F.pad(padded, (-min(0, steps[1]), max(0, steps[1]), -min(0, steps[0]), max(0, steps[0])))
     top, left = max(0, steps[0]), max(0, steps[1])
     moved = moved[:, :, top : top + padded.shape[2], left : left + padded.shape[3]]
     products = (padded * moved).sum(1, keepdim=True)
     ones = products.new_ones(1, 1, *(int(size) for size in kernel))
     return F.conv2d(products, ones, stride=stride, dilation=dilation)[:, 0] + float(bias)
-
-
-def _pair(given: Any) -> tuple[int, int]:
-    values = [int(one) for one in given] if isinstance(given, (list, tuple)) else [int(given)]
-    return (values[0], values[-1])

@@ -75,6 +75,12 @@ def place(node: fx.Node) -> str:
     return path or node.name
 
 
+def pair(given: Any) -> tuple[int, int]:
+    """Return an argument of a 2-d convolution, one number or two, as (vertical, horizontal)."""
+    values = [int(one) for one in given] if isinstance(given, (list, tuple)) else [int(given)]
+    return (values[0], values[-1])
+
+
 class Call:
     """One call of an operation, with its arguments bound to the names of the operation's schema."""
 

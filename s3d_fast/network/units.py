@@ -355,9 +355,9 @@ class _Units:
             places: dict[int, list[int]] = {}
             for row, channel in enumerate(made.tolist()):
                 places.setdefault(channel, []).append(row)
-            for turn in range(max(len(places[channel]) for channel in channels.tolist())):
-                # A channel that has fewer rows than others repeats its last one; `_equal` refuses that.
-                rows = np.array([places[c][min(turn, len(places[c]) - 1)] for c in channels.tolist()])
+            # All channels of a unit have the same number of rows in a weight: units are made so.
+            for turn in range(len(places[int(channels[0])])):
+                rows = np.array([places[channel][turn] for channel in channels.tolist()])
                 source = self.source(writer.slots[rows])
                 assert source is not None
                 views = self._views(writer) or ()
