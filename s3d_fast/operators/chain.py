@@ -348,7 +348,8 @@ class ChainOperator(SplittingOperator):
     """The filters of a unit with any chain: S = sum over its activations i of J_i^T diag(C_i) J_i, J_i = dz_i/dtheta.
 
     A product takes the tangents J_i v forward through the chain, multiplies them by the curvature C_i where there is
-    any, and takes the results back. It is the definition that the fused forms are compared with.
+    any, and takes the results back. It is the definition that the fused forms are compared with. It is plain
+    PyTorch, whatever the backend.
 
     Args:
         steps: the steps in order; the first ones are of type Write, one per call whose filters move.

@@ -15,6 +15,7 @@ import s3d_fast as s3d
 from s3d_fast.capture import forms, one_batch
 from s3d_fast.capture.pairs import difference_norms
 from s3d_fast.operators import SplittingOperator
+from tests.cases import relative_error
 from tests.chain_cases import CASES, MAXIMA, ChainCase
 from tests.model_cases import squared_error
 
@@ -71,13 +72,14 @@ def test_a_smooth_chain_has_the_second_derivative_of_the_grown_network(case: Cha
 def test_fused_forms_are_the_definition(
     case: ChainCase, act: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, fused, _, _ = captured(case, act)
+    # A step so large that kinks have curvature on these few samples.
+    _, _, fused, _, _ = captured(case, act, eps=0.5)
     monkeypatch.setattr(one_batch, "unit_operator", lambda *given: forms.ChainBuilder(*given).operator())
-    _, _, defined, _, _ = captured(case, act)
+    _, _, defined, _, _ = captured(case, act, eps=0.5)
     for name, operator in fused.items():
         assert type(defined[name]).__name__ == "ChainOperator"
         V = vectors(operator)
-        torch.testing.assert_close(operator.matvec(V), defined[name].matvec(V), rtol=1e-10, atol=1e-12)
+        assert relative_error(operator.matvec(V), defined[name].matvec(V)) <= 1e-12
 
 
 @pytest.mark.parametrize("act", [nn.SiLU, nn.ReLU, lambda: nn.LeakyReLU(0.2)])
@@ -92,7 +94,7 @@ def test_fused_forms_of_maxima_are_the_definition(
     _, _, defined, _, _ = captured(case, act, sharpness=4.0)
     for name, operator in fused.items():
         V = vectors(operator)
-        torch.testing.assert_close(operator.matvec(V), defined[name].matvec(V), rtol=1e-10, atol=1e-12)
+        assert relative_error(operator.matvec(V), defined[name].matvec(V)) <= 1e-12
 
 
 @pytest.mark.parametrize("case", MAXIMA, ids=str)
