@@ -15,7 +15,7 @@ from tqdm import tqdm
 from s3d_fast.base import byte_counts, require
 from s3d_fast.base.batches import length_of
 from s3d_fast.capture.budget import CapturePlan, UnitNeed, decide, fits_as_it_comes, half_error, scratch_folder
-from s3d_fast.capture.chain import FLOOR, Curvature
+from s3d_fast.capture.curvature import FLOOR, Curvature
 from s3d_fast.capture.one_batch import BatchCapture, Capturer
 from s3d_fast.network.graph import Graph, Unit, stored_tensors
 from s3d_fast.network.undisturbed import undisturbed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from s3d_fast.backends.operations import depthwise_row_norms, unchecked_curvature
-from s3d_fast.base import require
+from s3d_fast.capture.curvature import KINK, TIE, Curvature, kernel
 from s3d_fast.capture.depthwise import as_maps, channels_last, depthwise_chain, rows_of, scaled, times
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.capture.maxima import top_two
 from s3d_fast.capture.pairs import difference_norms
-from s3d_fast.maths.activations import DEFAULT_SHARPNESS, Activation, activation
+from s3d_fast.capture.values import Values, require_same
+from s3d_fast.maths.activations import Activation, activation
 from s3d_fast.network.calls import Call, operation
 from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors
 from s3d_fast.network.links import Link
@@ -40,11 +40,6 @@ from s3d_fast.operators.chain import (
     Write,
 )
 
-# The bandwidth of a kink, and of a tie between two values, in units of the step; and its least value in units of the
-# filter's length. docs/design.md says how they were chosen.
-KINK, TIE, FLOOR = 0.25, 0.2, 0.001
-# The least value for growth: splits chosen with it gain more on data that S has not seen.
-GROWTH_FLOOR = 0.02
 # |dz/dtheta| behind a convolution or an average is estimated from this many random directions.
 PROBES = 16
 # Operations without a constant term; all operations that select entries have none either.
@@ -66,97 +61,6 @@ WITH_BIAS = frozenset(
     )
 )
 CASTS = frozenset({"aten.to", "aten._to_copy", "aten.float", "aten.double", "aten.half", "aten.bfloat16"})
-
-
-@dataclass(frozen=True)
-class Curvature:
-    """Which curvature the splitting matrix has.
-
-    Attributes:
-        kind: "exact", all activations of a chain, with kinks and ties at the scale of the step; or "paper", the first
-            one alone, with the softplus of one sharpness in place of kinks.
-        eps: the size of the step that will be made.
-        relative: whether eps is relative to the length of the filter.
-        sharpness: of the softplus that stands in for kinks; None means the scale of the step ("exact") or 3 ("paper").
-        floor: the least bandwidth of kinks and ties, in units of the filter's length.
-    """
-
-    kind: str = "exact"
-    eps: float = 0.01
-    relative: bool = False
-    sharpness: float | None = None
-    floor: float = FLOOR
-
-    def __post_init__(self) -> None:
-        require.choice("curvature", self.kind, ("exact", "paper"))
-        require.positive("eps", self.eps)
-        if self.sharpness is not None:
-            require.positive("sharpness", self.sharpness)
-        require.not_negative("floor", self.floor)
-
-    @property
-    def fixed_sharpness(self) -> float | None:
-        """The one sharpness of all kinks; None if it follows the step."""
-        return DEFAULT_SHARPNESS if self.kind == "paper" and self.sharpness is None else self.sharpness
-
-    def bandwidth(self, length: Tensor, factor: float) -> Tensor:
-        """Return the bandwidth in parameters for filters of these lengths."""
-        step = self.eps * length if self.relative else torch.full_like(length, self.eps)
-        return torch.maximum(factor * step, self.floor * length)
-
-
-def kernel(distance: Tensor, width: Tensor) -> Tensor:
-    """Return the logistic kernel of a bandwidth at a distance; zero where the bandwidth is zero."""
-    beta = width.clamp(min=torch.finfo(width.dtype).tiny).reciprocal_()
-    s = (beta * distance).sigmoid_()
-    # s (1 - s), times beta.
-    result = torch.addcmul(s, s, s, value=-1).mul_(beta)
-    return result.masked_fill_(width <= 0, 0)
-
-
-class Values:
-    """What a forward and a backward pass give: values of nodes, and gradients of the loss at some of them."""
-
-    def __init__(self, module: nn.Module, kept: Mapping[str, Any], gradients: Mapping[str, Tensor]) -> None:
-        self.module, self.kept, self.gradients = module, kept, gradients
-
-    def of(self, node: fx.Node) -> Any:
-        """Return the value of a node, without its history."""
-        if node.op == "get_attr":
-            value: Any = self.module
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            # The model may be trained before the operator is used.
-            return value.detach().clone() if isinstance(value, Tensor) else value
-        value = self.kept[node.name]
-        if isinstance(value, (tuple, list)):
-            value = value[0]
-        return value.detach() if isinstance(value, Tensor) else value
-
-    def gradient(self, node: fx.Node) -> Tensor:
-        """Return the gradient of the loss at a node."""
-        return self.gradients[node.name]
-
-
-def wanted(unit: Unit) -> tuple[set[str], set[str]]:
-    """Return the names of the nodes whose values, and of those whose gradients, a unit's operator is made of."""
-    values: set[str] = set()
-    graded: set[str] = set()
-    for one in unit.filters:
-        for call in one.calls:
-            values |= _constants(call.node, {call.weight, call.bias}) | {call.node.name}
-    for link in unit.links:
-        made = set(link.inputs)
-        values |= _constants(link.node, made if link.kind in ("linear", "sum", "scale") else set())
-        values |= {node.name for node in link.inputs}
-        values.add(link.node.name)
-        if link.is_curved and link.graded is not None:
-            graded.add(link.graded.name)
-    return values, graded
-
-
-def _constants(node: fx.Node, without: set[Any]) -> set[str]:
-    return {one.name for one in node.all_input_nodes if one not in without and one.op != "get_attr"}
 
 
 class ChainBuilder:
@@ -647,15 +551,6 @@ class ChainBuilder:
             call = BoundCall(lambda *a, **k: inner(*a, **k)[0], call.arguments, call.keywords)
         gradient = self._keep(self.values.gradient(link.graded)) if self._is_counted(number) else None  # type: ignore[arg-type]
         return [Differentiated(call, tuple(self.at[one] for one in link.sources), names, gradient, link.is_last)]
-
-
-def require_same(z: Tensor, g: Tensor) -> None:
-    """Raise ValueError unless an activation's output is like its input; a registered one may do more than it said."""
-    if g.shape != z.shape or g.dtype != z.dtype or g.device != z.device:
-        raise ValueError(
-            f"its activation must keep shape, dtype and device, got {tuple(z.shape)}, {z.dtype} on {z.device} -> "
-            f"{tuple(g.shape)}, {g.dtype} on {g.device}"
-        )
 
 
 def _half(x: Tensor, axis: int, which: int) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from s3d_fast.capture.chain import KINK, TIE, Curvature, Values, kernel
+from s3d_fast.capture.curvature import KINK, TIE, Curvature, kernel
 from s3d_fast.capture.folding import module_scale
+from s3d_fast.capture.values import Values
 from s3d_fast.maths.activations import Activation
 from s3d_fast.network.edgeconv import EdgeConv
 from s3d_fast.network.graph import Unit, filter_lengths, stored_tensors

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from s3d_fast.backends.operations import unchecked_curvature
-from s3d_fast.capture.chain import KINK, ChainBuilder, Curvature, Values, require_same
+from s3d_fast.capture.chain import ChainBuilder
+from s3d_fast.capture.curvature import KINK, Curvature
 from s3d_fast.capture.depthwise import DepthwiseChain, channels_last, scaled, squared, times
 from s3d_fast.capture.edges import edgeconv_operator
 from s3d_fast.capture.folding import norm_scale
+from s3d_fast.capture.values import Values, require_same
 from s3d_fast.maths.activations import activation
 from s3d_fast.network.calls import Call, operation, pair, shape
 from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors

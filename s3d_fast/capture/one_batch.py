@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 
 from s3d_fast.base import require
 from s3d_fast.base.losses import checked_loss
-from s3d_fast.capture.chain import Curvature, Values, wanted
+from s3d_fast.capture.curvature import Curvature
 from s3d_fast.capture.folding import foldable, folded_convolution
 from s3d_fast.capture.forms import unit_operator
+from s3d_fast.capture.values import Values, wanted
 from s3d_fast.network.execution import Execution, in_order
 from s3d_fast.network.export import slow_attention
 from s3d_fast.network.graph import Graph, Unit

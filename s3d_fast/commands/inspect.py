@@ -14,7 +14,7 @@ from s3d_fast.base import require
 from s3d_fast.base.random_state import seed_all
 from s3d_fast.base.tables import text_table
 from s3d_fast.capture.all_batches import capture
-from s3d_fast.capture.chain import GROWTH_FLOOR
+from s3d_fast.capture.curvature import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.growth.run_folder import RunFolder, read_spectra

@@ -18,7 +18,7 @@ from s3d_fast.base.batches import are_the_same
 from s3d_fast.base.losses import checked_loss
 from s3d_fast.base.world import World
 from s3d_fast.capture.all_batches import capture
-from s3d_fast.capture.chain import GROWTH_FLOOR, Curvature
+from s3d_fast.capture.curvature import GROWTH_FLOOR, Curvature
 from s3d_fast.capture.sharding import of_all_processes
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.run_folder import RunFolder
