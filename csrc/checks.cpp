@@ -39,6 +39,13 @@ void check_coefficients(const char* name, const at::Tensor& tensor, const at::Te
                       ", M), got ", tensor.sizes());
 }
 
+void check_vector(const char* name, const at::Tensor& vector, int64_t size, const at::Tensor& like) {
+    check_dtype(name, vector, like.scalar_type());
+    TORCH_CHECK_VALUE(vector.dim() == 1 && vector.size(0) == size, name, " must have shape (", size, "), got ",
+                      vector.sizes());
+    check_device(name, vector, like);
+}
+
 void check_vectors(const at::Tensor& V, int64_t filters, int64_t depth) {
     TORCH_CHECK_VALUE(V.dim() == 2 || V.dim() == 3, "V must have shape (M, D) or (K, M, D), got ", V.sizes());
     TORCH_CHECK_VALUE(V.size(-2) == filters && V.size(-1) == depth, "V must have shape (..., ", filters, ", ", depth,

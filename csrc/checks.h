@@ -26,6 +26,9 @@ void check_rows(const at::Tensor& X, const at::Tensor& C, const at::Tensor& comp
 // check_storage asks.
 void check_coefficients(const char* name, const at::Tensor& tensor, const at::Tensor& X, const at::Tensor& compute);
 
+// Raises unless the tensor is a vector of this size, with the dtype and device of `like`.
+void check_vector(const char* name, const at::Tensor& vector, int64_t size, const at::Tensor& like);
+
 // Raises unless V is (M, D) or (K, M, D) with M = `filters` and D = `depth`.
 void check_vectors(const at::Tensor& V, int64_t filters, int64_t depth);
 

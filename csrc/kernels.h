@@ -11,13 +11,13 @@
 
 namespace s3d {
 
-// The smooth part of act''. The numbers are arguments of the operators: see _CURVATURES in ops.py.
+// The smooth part of act''. The numbers are arguments of the operators: see FORMULAS in backends/cpu.py.
 enum class Curvature : int64_t { none, silu, gelu, gelu_tanh, softplus, tanh, sigmoid, elu, hardswish, gaussian };
 
 // act''(z) = curvature(z) + sum over kinks of jump * sharpness * sigmoid'(sharpness * (z - at)).
 struct CurvatureFormula {
     Curvature curvature = Curvature::none;
-    double a = 0, b = 0;  // softplus: beta and threshold; elu: alpha
+    double a = 0, b = 0;  // none: the slope before the first kink; softplus: beta and threshold; elu: alpha
     static constexpr int max_kinks = 8;
     int kinks = 0;
     double kink_at[max_kinks], kink_jump[max_kinks];
@@ -55,11 +55,11 @@ struct TapRun {
     int64_t taps, advance;
 };
 
-// The widths of kinks: across[n] * along[k] at row n and entry k; a kink whose width is zero or subnormal adds nothing.
-// Scales are 1 if they are null.
+// The widths of kinks: across[n] * along[k] * entries[n, k] at row n and entry k; a kink whose width is zero or
+// subnormal adds nothing. Whatever is null counts as 1.
 template <typename T>
 struct KinkWidths {
-    const T *across, *along, *across_scale, *along_scale;
+    const T *across, *along, *entries, *across_scale, *along_scale;
 };
 
 // The runners-up of EdgeConv's maxima, with their coefficients and slopes, for some rows and the filters of a panel.
@@ -144,10 +144,13 @@ struct Kernels {
     void (*curvature)(const CurvatureFormula& formula, const T* g, const T* z, const T* scale, T factor, int64_t count,
                       T* out);
 
-    // The same for `rows` rows of `count` entries, where a kink at row n and entry k has the sharpness
-    // 1 / (across[n] * along[k]), and the factor is (across_scale[n] * along_scale[k])^2: see KinkWidths.
+    // The same for `rows` rows of `count` entries, where a kink has the sharpness 1 / width and the factor is
+    // (across_scale[n] * along_scale[k])^2: see KinkWidths.
     void (*curvature_rows)(const CurvatureFormula& formula, const KinkWidths<T>& widths, const T* g, const T* z,
                            int64_t rows, int64_t count, T* out);
+
+    // out[n] = act'(z[n]) * factor * scale[n]. If scale is null, scale[n] is 1.
+    void (*slopes)(const CurvatureFormula& formula, const T* z, const T* scale, T factor, int64_t count, T* out);
 
     // sum_i a[i] b[i].
     T (*dot)(const T* a, const T* b, int64_t count);

@@ -71,6 +71,7 @@ def good_calls() -> dict[str, tuple]:
             random_tensor(3),
             *settings,
         ),
+        "activation_slopes": (random_tensor(2, 3, 4), random_tensor(3), 1, 0, 0.0, 0.0, [0.0], [1.0]),
         "grow_weights": (
             [random_tensor(3, 4), random_tensor(2)],
             [index([0, 2, 2]), index([1, 0])],

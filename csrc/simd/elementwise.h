@@ -1,4 +1,5 @@
-// Computes entry by entry: act''(z), products of pairs, sums of vectors, weight rows after splits, and 16-bit numbers.
+// Computes entry by entry: act'(z) and act''(z), products of pairs, sums of vectors, weight rows after splits, and
+// 16-bit numbers.
 
 // Returns e^x for x <= 0, to about one unit in the last place. Where e^x is subnormal, it returns 0. NaN gives NaN.
 template <typename T>
@@ -28,13 +29,14 @@ S3D_INLINE Vector<T> exp_negative(Vector<T> x) {
     return select<T>(vanishes, Vector<T>{}, select<T>(x == x, result, x));
 }
 
-// The derivative of the sigmoid, sigmoid(x) sigmoid(-x), and tanh(x / 2) = 2 sigmoid(x) - 1, without cancellation.
+// The sigmoid, its derivative, sigmoid(x) sigmoid(-x), and tanh(x / 2) = 2 sigmoid(x) - 1, without cancellation.
 template <typename T>
 struct Sigmoid {
-    Vector<T> slope, tanh_half;
+    Vector<T> value, slope, tanh_half;
     S3D_INLINE explicit Sigmoid(Vector<T> x) {
         const Vector<T> e = exp_negative<T>(-absolute<T>(x));
         const Vector<T> inverse = T(1) / (T(1) + e);
+        value = select<T>(x < 0, e * inverse, inverse);
         slope = e * inverse * inverse;
         const Vector<T> magnitude = (T(1) - e) * inverse;
         // Near zero, 1 - e cancels, so tanh comes from its series.
@@ -85,6 +87,36 @@ S3D_INLINE Vector<T> smooth_curvature(Vector<T> z, T a, T b) {
         return (x * x - T(1)) * exp_negative<T>(x * x * T(-0.5));
     } else {
         return zero;
+    }
+}
+
+// act'(z) of the activation whose smooth curvature is of this kind, without the jumps of `none`.
+template <typename T, Curvature kind>
+S3D_INLINE Vector<T> smooth_slope(Vector<T> z, T a, T b) {
+    const Vector<T> zero = {}, one = broadcast<T>(1);
+    if constexpr (kind == Curvature::silu) {
+        const Sigmoid<T> s(z);
+        return s.value + clamp<T>(z, T(1e4)) * s.slope;
+    } else if constexpr (kind == Curvature::gelu_tanh) {
+        const T p = T(0.79788456080286535588), q = T(0.044715);
+        const Vector<T> x = clamp<T>(z, T(10));
+        const Sigmoid<T> s(T(2) * p * (x + q * x * x * x));
+        return s.value + T(2) * x * s.slope * p * (T(1) + T(3) * q * x * x);
+    } else if constexpr (kind == Curvature::softplus) {
+        return select<T>(a * z > b, one, Sigmoid<T>(a * z).value);
+    } else if constexpr (kind == Curvature::tanh) {
+        return T(4) * Sigmoid<T>(z * T(2)).slope;
+    } else if constexpr (kind == Curvature::sigmoid) {
+        return Sigmoid<T>(z).slope;
+    } else if constexpr (kind == Curvature::elu) {
+        return select<T>(z > 0, one, a * exp_negative<T>(minimum<T>(z, zero)));
+    } else if constexpr (kind == Curvature::hardswish) {
+        return select<T>(absolute<T>(z) < T(3), (T(2) * z + T(3)) / T(6), select<T>(z > 0, one, zero));
+    } else if constexpr (kind == Curvature::gaussian) {
+        const Vector<T> x = clamp<T>(z, T(40));
+        return -x * exp_negative<T>(x * x * T(-0.5));
+    } else {
+        return broadcast<T>(a);
     }
 }
 
@@ -143,20 +175,22 @@ struct Entries {
                          int64_t rows, int64_t count, T* out) {
         const Vector<T> one = broadcast<T>(1);
         for (int64_t n = 0; n < rows; ++n, g += count, z += count, out += count) {
-            const T across = widths.across[n];
+            const Vector<T> across = broadcast<T>(widths.across ? widths.across[n] : T(1));
+            const T* entries = widths.entries ? widths.entries + n * count : nullptr;
             const Vector<T> factor = widths.across_scale ? broadcast<T>(widths.across_scale[n]) : one;
             const T* along_scale = widths.along_scale;
             int64_t i = 0;
             for (; i + lanes<T> <= count; i += lanes<T>) {
                 const Vector<T> scale = along_scale ? factor * load(along_scale + i) : factor;
-                store<T>(out + i, coefficient_by_width<kind>(formula, load(g + i), load(z + i), scale,
-                                                             across * load(widths.along + i)));
+                Vector<T> width = widths.along ? across * load(widths.along + i) : across;
+                if (entries) width *= load(entries + i);
+                store<T>(out + i, coefficient_by_width<kind>(formula, load(g + i), load(z + i), scale, width));
             }
             if (i < count) {
                 T last[4][lanes<T>] = {};
                 for (int64_t k = i; k < count; ++k) {
                     last[0][k - i] = g[k], last[1][k - i] = z[k], last[2][k - i] = along_scale ? along_scale[k] : T(1);
-                    last[3][k - i] = widths.along[k];
+                    last[3][k - i] = (widths.along ? widths.along[k] : T(1)) * (entries ? entries[k] : T(1));
                 }
                 store<T>(last[0], coefficient_by_width<kind>(formula, load(last[0]), load(last[1]),
                                                              factor * load(last[2]), across * load(last[3])));
@@ -221,6 +255,57 @@ struct Entries {
             S3D_CASE(hardswish)
             S3D_CASE(gaussian)
 #undef S3D_CASE
+        }
+    }
+
+    template <Curvature kind>
+    static S3D_INLINE Vector<T> slope(const CurvatureFormula& formula, Vector<T> z) {
+        Vector<T> first = smooth_slope<T, kind>(z, T(formula.a), T(formula.b));
+        if constexpr (kind == Curvature::none) {
+            for (int i = 0; i < formula.kinks; ++i) {
+                // The smaller slope holds at the kink itself.
+                const T at = T(formula.kink_at[i]), jump = T(formula.kink_jump[i]);
+                const auto beyond = jump > 0 ? z > at : z >= at;
+                first += select<T>(beyond, broadcast<T>(jump), Vector<T>{});
+            }
+        }
+        return first;
+    }
+
+    template <Curvature kind>
+    static void all_slopes(const CurvatureFormula& formula, const T* z, const T* scale, T factor, int64_t count,
+                           T* out) {
+        int64_t i = 0;
+        for (; i + lanes<T> <= count; i += lanes<T>) {
+            const Vector<T> first = factor * slope<kind>(formula, load(z + i));
+            store<T>(out + i, scale ? first * load(scale + i) : first);
+        }
+        if (i < count) {
+            T last[lanes<T>] = {};
+            for (int64_t k = i; k < count; ++k) last[k - i] = z[k];
+            store<T>(last, factor * slope<kind>(formula, load(last)));
+            for (int64_t k = i; k < count; ++k) out[k] = scale ? last[k - i] * scale[k] : last[k - i];
+        }
+    }
+
+    static void slopes(const CurvatureFormula& formula, const T* z, const T* scale, T factor, int64_t count, T* out) {
+        switch (formula.curvature) {
+#define S3D_CASE(kind)    \
+    case Curvature::kind: \
+        return all_slopes<Curvature::kind>(formula, z, scale, factor, count, out);
+            S3D_CASE(none)
+            S3D_CASE(silu)
+            S3D_CASE(gelu_tanh)
+            S3D_CASE(softplus)
+            S3D_CASE(tanh)
+            S3D_CASE(sigmoid)
+            S3D_CASE(elu)
+            S3D_CASE(hardswish)
+            S3D_CASE(gaussian)
+#undef S3D_CASE
+            case Curvature::gelu:
+                // The operator refuses it: the slope needs the error function.
+                return;
         }
     }
 

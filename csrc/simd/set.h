@@ -43,6 +43,7 @@ constexpr Kernels<T> table() {
         .pair_products = Entries<T>::pair_products,
         .curvature = Entries<T>::curvature,
         .curvature_rows = Entries<T>::curvature_rows,
+        .slopes = Entries<T>::slopes,
         .dot = Entries<T>::dot,
         .add = Entries<T>::add,
         .grow_row = Entries<T>::grow_row,

@@ -132,21 +132,24 @@ class CpuBackend(Backend):
             # Channels that are innermost in memory become the last dimension, without a copy.
             g_last, z_last = g.movedim(axis, -1), z.movedim(axis, -1)
             if g_last.is_contiguous() and z_last.is_contiguous():
+                norm = row_norm if row_norm is None or row_norm.dim() == 1 else row_norm.movedim(axis, -1)
                 C = self.curvature_coefficients(
                     g=g_last, z=z_last, activation=activation, scale=scale, axis=last, inplace=inplace,
-                    row_norm=row_norm, bandwidth=bandwidth,
+                    row_norm=norm, bandwidth=bandwidth,
                 )  # fmt: skip
                 return g if inplace else C.movedim(-1, axis)
-        formula = activation.formula
-        assert formula is not None
-        at, jump = [kink.at for kink in activation.kinks], [kink.jump for kink in activation.kinks]
-        smooth, kinks = (FORMULAS.index(formula.name), formula.a, formula.b), (at, jump, activation.sharpness)
-        settings = (scale, axis, *smooth, *kinks, row_norm, bandwidth)
+        settings = (scale, axis, *_formula(activation), activation.sharpness, row_norm, bandwidth)
         if inplace and g.is_contiguous():
             torch.ops.s3d_fast.curvature_coefficients_(g, z, *settings)
             return g
         C = torch.ops.s3d_fast.curvature_coefficients(g, z, *settings)
         return g.copy_(C) if inplace else C
+
+    def activation_slopes(self, *, z: Tensor, activation: Activation, scale: Tensor | None, axis: int) -> Tensor:
+        if activation.formula is not None and activation.formula.name == "gelu":
+            # The extension has no error function.
+            return REFERENCE.activation_slopes(z=z, activation=activation, scale=scale, axis=axis)
+        return torch.ops.s3d_fast.activation_slopes(z, scale, axis, *_formula(activation))
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return torch.ops.s3d_fast.grow_weights(*map(list, zip(*widenings, strict=True))) if widenings else []
@@ -163,6 +166,14 @@ class CpuBackend(Backend):
 
 
 CPU = CpuBackend()
+
+
+def _formula(activation: Activation) -> tuple[int, float, float, list[float], list[float]]:
+    """Return an activation as the extension takes it."""
+    formula = activation.formula
+    assert formula is not None
+    at, jump = [float(kink.at) for kink in activation.kinks], [float(kink.jump) for kink in activation.kinks]
+    return FORMULAS.index(formula.name), formula.a, formula.b, at, jump
 
 
 def _numbers(stage: DepthwiseStage) -> list[int]:

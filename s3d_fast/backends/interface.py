@@ -133,6 +133,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def activation_slopes(self, *, z: Tensor, activation: Activation, scale: Tensor | None, axis: int) -> Tensor:
+        """Return act'(z) s."""
+
+    @abstractmethod
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         """Return every tensor after its widening.
 

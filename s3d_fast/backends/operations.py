@@ -331,7 +331,7 @@ def curvature_coefficients(
     axis: int = 1,
     inplace: bool = False,
     backend: str = "auto",
-    row_norm: Tensor | None = None,  # (N,)
+    row_norm: Tensor | None = None,  # (N,), or like g
     bandwidth: Tensor | None = None,  # (M,)
 ) -> Tensor:  # like g
     """Return C = g * act''(z) * s^2, the coefficients of the splitting matrices.
@@ -344,7 +344,8 @@ def curvature_coefficients(
         axis: the dimension of g and z that holds the channels.
         inplace: write the result over g, and return g.
         backend: as for `splitting_matvec`; "auto" uses the reference for an activation of your own.
-        row_norm: |x_n| for every row n: the dimensions of g other than `axis`, flattened in their order.
+        row_norm: |x_n| for every row n: the dimensions of g other than `axis`, flattened in their order. A tensor like
+            g has a norm for every entry.
         bandwidth: the length of a step of every filter that its kinks are smoothed over, times |s|. A kink then has the
             sharpness 1 / (bandwidth_j * row_norm_n), in place of the activation's own; where that width is 0, kinks add
             nothing.
@@ -366,7 +367,8 @@ def curvature_coefficients(
     for name, vector in (("scale", scale), ("row_norm", row_norm), ("bandwidth", bandwidth)):
         if vector is not None:
             require.tensor(name, vector)
-            require.shape(name, vector, (sizes[name],))
+            is_whole = name == "row_norm" and vector.dim() > 1
+            require.shape(name, vector, tuple(g.shape) if is_whole else (sizes[name],))
             require.agreement(name, vector, "g", g)
     return unchecked_curvature(g, z, activation, scale, axis, inplace, backend, row_norm, bandwidth)
 
@@ -397,6 +399,17 @@ def unchecked_curvature(
         row_norm=row_norm,
         bandwidth=bandwidth,
     )
+
+
+def activation_slopes(
+    z: Tensor, activation: Activation, scale: Tensor | None = None, axis: int = 1, backend: str = "auto"
+) -> Tensor:
+    """Return act'(z) s, with one s for each entry of dimension `axis`; arguments are not checked."""
+    chosen = choose(backend, z, scale)
+    why_not = chosen.why_not_dtype(z.dtype) or chosen.why_not_activation(activation)
+    if why_not:
+        chosen = _instead_of(chosen, why_not, backend)
+    return chosen.activation_slopes(z=z, activation=activation, scale=scale, axis=axis)
 
 
 def grow_weights(widenings: Sequence[Widening], *, backend: str = "auto") -> list[Tensor]:

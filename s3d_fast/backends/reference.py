@@ -108,6 +108,9 @@ class ReferenceBackend(Backend):
         C = reference.curvature_coefficients(g, z, activation, scale, axis, row_norm, bandwidth)
         return g.copy_(C) if inplace else C
 
+    def activation_slopes(self, *, z: Tensor, activation: Activation, scale: Tensor | None, axis: int) -> Tensor:
+        return reference.activation_slopes(z, activation, scale, axis)
+
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return [reference.grow_weight(*widening) for widening in widenings]
 

@@ -124,11 +124,20 @@ class TritonBackend(Backend):
         row_norm: Tensor | None = None,
         bandwidth: Tensor | None = None,
     ) -> Tensor:
+        if row_norm is not None and row_norm.dim() > 1:
+            # The kernel takes one norm for each row.
+            return REFERENCE.curvature_coefficients(
+                g=g, z=z, activation=activation, scale=scale, axis=axis, inplace=inplace, row_norm=row_norm,
+                bandwidth=bandwidth,
+            )  # fmt: skip
         out = g if inplace and g.is_contiguous() else None
         C = curvature.curvature_coefficients(
             g=g, z=z, activation=activation, scale=scale, axis=axis, out=out, row_norm=row_norm, bandwidth=bandwidth
         )
         return g.copy_(C) if inplace and out is None else C
+
+    def activation_slopes(self, *, z: Tensor, activation: Activation, scale: Tensor | None, axis: int) -> Tensor:
+        return REFERENCE.activation_slopes(z=z, activation=activation, scale=scale, axis=axis)
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         for widening in widenings:

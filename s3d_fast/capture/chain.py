@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from s3d_fast.backends.operations import depthwise_row_norms, unchecked_curvature
-from s3d_fast.capture.curvature import KINK, TIE, Curvature, kernel
-from s3d_fast.capture.depthwise import as_maps, channels_last, depthwise_chain, rows_of, scaled, times
+from s3d_fast.backends.operations import unchecked_curvature
+from s3d_fast.capture.curvature import KINK, PROBES, TIE, Curvature, kernel
+from s3d_fast.capture.depthwise import channels_last, depthwise_parts
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.capture.maxima import top_two
 from s3d_fast.capture.pairs import difference_norms
@@ -40,8 +40,6 @@ from s3d_fast.operators.chain import (
     Write,
 )
 
-# |dz/dtheta| behind a convolution or an average is estimated from this many random directions.
-PROBES = 16
 # Operations without a constant term; all operations that select entries have none either.
 HOMOGENEOUS = frozenset(
     f"aten.{name}"
@@ -88,7 +86,8 @@ class ChainBuilder:
         self.is_first: list[bool] = []  # whether no curvature comes before
         self.shifted: dict[int, Tensor] = {}  # values that the graph does not show
         self.ties: dict[int, Maximum] = {}  # by the link
-        self.depthwise = depthwise_chain(unit)
+        self.depthwise = depthwise_parts(unit, values)
+        self.slopes: list[Tensor] = []  # of the activations of a depthwise chain
         self.rays: list[list[Any]] = []
         self.probes: list[list[Any]] = []
 
@@ -98,8 +97,7 @@ class ChainBuilder:
         self.steps += writes
         wants = self.curvature.fixed_sharpness is None and any(self._is_kinked(link) for link in self.unit.links)
         lookup = self._lookup
-        is_known = self.depthwise is not None and len(self.depthwise.curves) == 2 and self.rows is not None
-        if wants and not is_known:
+        if wants and self.depthwise is None:
             self._start_rays(writes)
         for link in self.unit.links:
             number = len(self.at)
@@ -268,65 +266,35 @@ class ChainBuilder:
         for link in self.unit.links:
             self._note(link)
             kinked = self._is_kinked(link) or link.kind == "maximum"
-            known = all(self.is_single[one] or self._is_behind_first(one) for one in link.sources)
-            needed = needed or (kinked and not known)
+            needed = needed or (kinked and not all(self.is_single[one] for one in link.sources))
         self.is_single, self.is_direct, self.origins, self.is_first = single, direct, origins, first
         return needed
 
-    def _reach(self, source: int) -> Tensor:
-        """Return |dz/dtheta| at the result of a call or link."""
+    def _reach(self, link: Link, z: Tensor) -> Tensor:
+        """Return |dz/dtheta| of what an activation reads."""
+        if self.depthwise is not None:
+            return self._reach_of_stage(z)
+        (source,) = link.sources
         step = self.at[source]
-        if self._is_behind_first(source):
-            return self._reach_behind_first()
-        if not self.rays:
-            return self._reach_of_first()
         if self.is_single[source]:
             return _root_of_squares([ray[step] for ray in self.rays])
         return _root_of_squares([probe[step] for probe in self.probes]) / math.sqrt(len(self.probes))
 
-    def _is_behind_first(self, source: int) -> bool:
-        """Return whether a value is what the second activation of a depthwise chain reads."""
-        return self.depthwise is not None and source == self.depthwise.numbers[1] and self.rows is not None
-
-    @cached_property
-    def rows(self) -> Tensor | None:
-        """The rows that the filters of a depthwise chain see."""
-        return rows_of(self.unit, self.values.of(self.unit.filters[0].calls[0].source))
-
-    def scale_of(self, norm: Link | None) -> Tensor | None:
-        """Return the scale of a BatchNorm."""
-        if norm is None:
-            return None
-        return norm_scale(norm.node, self.values.module).to(self.values.of(norm.node).dtype)
-
-    def _reach_of_first(self) -> Tensor:
-        """Return |dz/dtheta| at the first activation of a depthwise chain: the lengths of rows, times the scale."""
+    def _reach_of_stage(self, z: Tensor) -> Tensor:
+        """Return |dz/dtheta| of what the next activation of a depthwise chain reads."""
         assert self.depthwise is not None
-        assert self.rows is not None
-        samples, _, height, width = self.values.of(self.calls[0].node).shape
-        squares = self.rows.square().sum(-1) + float(self.unit.filters[0].bias is not None)
-        lengths = squares.sqrt().reshape(samples, 1, height, width)
-        scale = self.scale_of(self.depthwise.norms[0])
-        return lengths if scale is None else lengths * scale.abs().reshape(-1, 1, 1)
+        samples, channels, height, width = z.shape
+        norms = self.depthwise.reach(self.slopes, (samples, height, width, channels))
+        if norms.dim() > 1:
+            return norms.movedim(-1, 1)
+        norms, scale = norms.reshape(samples, 1, height, width), self.depthwise.scale
+        return norms if scale is None else norms * scale.abs().reshape(-1, 1, 1)
 
-    def _reach_behind_first(self) -> Tensor:
-        """Return |dz/dtheta| behind the first depthwise convolution: products of neighbouring rows are shared."""
-        chain = self.depthwise
-        assert chain is not None
-        assert self.rows is not None
-        first = self.steps[self.at[len(self.calls) + self.unit.links.index(chain.curves[0])]]
-        assert isinstance(first, Curve)
-        d = scaled(channels_last(self.tensors[first.first[0]]), self.scale_of(chain.norms[0]))
-        weight = self.values.of(Call(chain.convolutions[0].node)["weight"])
-        squares = depthwise_row_norms(
-            self.rows,
-            d,
-            times(weight, self.scale_of(chain.norms[1])),
-            stage=chain.stages[0],
-            bias=self.unit.filters[0].bias is not None,
-            check_finite=False,
-        )
-        return as_maps(squares).to(d.dtype)
+    def _note_slope(self, d: Tensor) -> None:
+        """Remember the slopes of an activation of a depthwise chain, as the fused form has them."""
+        assert self.depthwise is not None
+        scale = None if self.slopes else self.depthwise.scale
+        self.slopes.append(channels_last(d) if scale is None else channels_last(d) * scale)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -429,6 +397,8 @@ class ChainBuilder:
             first, second = self._of_activation(link, act, arguments[0], g)
         else:
             first, second = _derivatives(link.node, link.inputs, arguments, g, self.values)
+        if self.depthwise is not None and not link.is_last:
+            self._note_slope(first[0])
         if not self._is_counted(number):
             second = {}
         return [
@@ -457,7 +427,7 @@ class ChainBuilder:
             if fixed is not None:
                 width = torch.full_like(z, 1 / fixed)
             else:
-                width = self._bandwidth(link, KINK, z) * self._reach(link.sources[0])
+                width = self._bandwidth(link, KINK, z) * self._reach(link, z)
             C = C + kink.jump * kernel(z - kink.at, width)
         if slope is not None:
             d, C = act.first(z), C * (1 - slope)

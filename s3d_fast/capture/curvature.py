@@ -15,6 +15,8 @@ from s3d_fast.maths.activations import DEFAULT_SHARPNESS
 KINK, TIE, FLOOR = 0.25, 0.2, 0.001
 # The least value for growth: splits chosen with it gain more on data that S has not seen.
 GROWTH_FLOOR = 0.02
+# |dz/dtheta| behind a convolution or an average is estimated from this many random directions.
+PROBES = 16
 
 
 @dataclass(frozen=True)

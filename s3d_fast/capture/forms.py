@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from s3d_fast.backends.operations import unchecked_curvature
 from s3d_fast.capture.chain import ChainBuilder
 from s3d_fast.capture.curvature import KINK, Curvature
-from s3d_fast.capture.depthwise import DepthwiseChain, channels_last, scaled, squared, times
+from s3d_fast.capture.depthwise import depthwise_operator
 from s3d_fast.capture.edges import edgeconv_operator
 from s3d_fast.capture.folding import norm_scale
 from s3d_fast.capture.values import Values, require_same
@@ -22,13 +22,11 @@ from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tens
 from s3d_fast.operators import (
     ChainOperator,
     ConvOperator,
-    DepthwiseOperator,
     GatedOperator,
     PointwiseOperator,
     SplittingOperator,
     TiedConvOperator,
 )
-from s3d_fast.operators.chain import Curve
 
 
 def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curvature) -> SplittingOperator:
@@ -36,9 +34,10 @@ def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curva
     C = _coefficients_at_once(unit, values, model, curvature)
     if C is not None:
         return _on_rows(unit, values, C)
-    edges = edgeconv_operator(unit, values, model, curvature)
-    if edges is not None:
-        return edges
+    for form in (edgeconv_operator, depthwise_operator):
+        made = form(unit, values, model, curvature)
+        if made is not None:
+            return made
     builder = ChainBuilder(unit, values, model, curvature)
     general = builder.operator()
     if builder.is_diagonal and _has_rows(unit):
@@ -49,8 +48,6 @@ def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curva
         tied = _tied(unit, values, builder, general, ones)
         if tied is not None:
             return tied
-    if builder.depthwise is not None and builder.rows is not None:
-        return _with_stages(unit, values, builder, builder.depthwise)
     if builder.is_pair:
         gated = _gated(unit, values, general)
         if gated is not None:
@@ -150,27 +147,6 @@ def _tied(
         dilation=pair(call["dilation"]),
         bias=unit.filters[0].bias is not None,
     )
-
-
-def _with_stages(unit: Unit, values: Values, builder: ChainBuilder, chain: DepthwiseChain) -> SplittingOperator:
-    """Return the operator of filters that depthwise convolutions and activations follow."""
-    assert builder.rows is not None
-    C, d = [], []
-    for place, link in enumerate(chain.curves):
-        step = builder.steps[builder.at[len(builder.calls) + unit.links.index(link)]]
-        assert isinstance(step, Curve)
-        scale = builder.scale_of(chain.norms[0]) if place == 0 else None
-        found = step.second.get((0, 0))
-        own = channels_last(builder.tensors[found] if found else torch.zeros_like(values.of(link.node)))
-        C.append(squared(own, scale))
-        if place < len(chain.convolutions):
-            d.append(scaled(channels_last(builder.tensors[step.first[0]]), scale))
-    weight = [
-        times(values.of(Call(link.node)["weight"]), builder.scale_of(norm))
-        for link, norm in zip(chain.convolutions, chain.norms[1:], strict=True)
-    ]
-    bias = unit.filters[0].bias is not None
-    return DepthwiseOperator(builder.rows, C, d, weight, stages=chain.stages, bias=bias)
 
 
 def _gated(unit: Unit, values: Values, general: ChainOperator) -> SplittingOperator | None:

@@ -40,14 +40,17 @@ class Kink:
 
 @dataclass(frozen=True)
 class Formula:
-    """The name and parameters of a formula for act'' away from kinks that the compiled kernels implement."""
+    """The name and parameters of a formula for act'' away from kinks that the compiled kernels implement.
+
+    For "none", `a` is the slope before the first kink.
+    """
 
     name: str
     a: float = 0.0
     b: float = 0.0
 
 
-# Zero curvature between kinks.
+# Zero curvature between kinks, and no slope before the first one.
 _NONE = Formula("none")
 
 
@@ -189,7 +192,7 @@ def _leaky_relu(negative_slope: float = 0.01) -> Activation:
         lambda z: torch.where(z > 0, torch.ones_like(z), negative_slope),
         torch.zeros_like,
         (Kink(0, 1 - negative_slope),),
-        formula=_NONE,
+        formula=Formula("none", float(negative_slope)),
     )
 
 
@@ -318,7 +321,7 @@ def _gaussian() -> Activation:
 
 
 def _identity() -> Activation:
-    return Activation("identity", lambda z: z, torch.ones_like, torch.zeros_like, formula=_NONE)
+    return Activation("identity", lambda z: z, torch.ones_like, torch.zeros_like, formula=Formula("none", 1.0))
 
 
 _BUILDERS: dict[str, Callable[..., Activation]] = {

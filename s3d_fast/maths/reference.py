@@ -355,7 +355,7 @@ def curvature_coefficients(
     activation: Activation,
     scale: Tensor | None = None,  # (M,), s = gamma / sqrt(var + eps) of a following BatchNorm
     axis: int = 1,
-    row_norm: Tensor | None = None,  # (N,), one entry for each row: the other dimensions of g, flattened
+    row_norm: Tensor | None = None,  # (N,), one entry for each row: the other dimensions of g, flattened; or like g
     bandwidth: Tensor | None = None,  # (M,)
 ) -> Tensor:  # like g
     """Return C = g * act''(z) * s^2.
@@ -366,11 +366,19 @@ def curvature_coefficients(
     sharpness = None
     channels = [-1, *[1] * (g.dim() - 1 - axis)]
     if row_norm is not None and bandwidth is not None:
-        width = row_norm.reshape(*g.shape[:axis], 1, *g.shape[axis + 1 :]) * bandwidth.reshape(channels)
+        if row_norm.dim() == 1:
+            row_norm = row_norm.reshape(*g.shape[:axis], 1, *g.shape[axis + 1 :])
+        width = row_norm * bandwidth.reshape(channels)
         vanishes = width < torch.finfo(width.dtype).tiny
         sharpness = torch.where(vanishes, 0, 1 / torch.where(vanishes, 1, width))
     C = g * activation.second(z, sharpness)
     return C if scale is None else C * scale.reshape(channels) ** 2
+
+
+def activation_slopes(z: Tensor, activation: Activation, scale: Tensor | None = None, axis: int = 1) -> Tensor:
+    """Return act'(z) s, with one s for each entry of dimension `axis`."""
+    d = activation.first(z)
+    return d if scale is None else d * scale.reshape(-1, *[1] * (z.dim() - 1 - axis))
 
 
 def with_ones(X: Tensor) -> Tensor:

@@ -87,6 +87,9 @@ def exported(
             assert custom is not None
             made = None if custom.activation is None else custom.activation(layer)
             node.meta |= {"is_linear": custom.linear, "activation": made}
+        elif node.target is torch.ops.aten.view.default:
+            # The graph is also evaluated in channels_last, where there may be no such view.
+            node.target = torch.ops.aten.reshape.default
     module.meta["functions"], module.meta["hooks"] = functions, hooks_of(model)
     given = argument_names(model, arguments, keywords)
     positional = list(given)[: len(arguments)]

@@ -94,6 +94,9 @@ class Definitions:
         C = reference.curvature_coefficients(g, z, activation, scale, axis, row_norm, bandwidth)
         return g.copy_(C) if inplace else C
 
+    def activation_slopes(self, *, z: Tensor, activation: Activation, scale: Tensor | None, axis: int) -> Tensor:
+        return reference.activation_slopes(z, activation, scale, axis)
+
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return [reference.grow_weight(*widening) for widening in widenings]
 
@@ -168,6 +171,9 @@ class PublicOperations:
         settings |= {"row_norm": row_norm, "bandwidth": bandwidth}
         return operations.curvature_coefficients(g, z, activation, scale, **settings)
 
+    def activation_slopes(self, *, z: Tensor, activation: Activation, scale: Tensor | None, axis: int) -> Tensor:
+        return operations.activation_slopes(z, activation, scale, axis, self.backend)
+
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return operations.grow_weights(widenings, backend=self.backend)
 
@@ -189,7 +195,7 @@ def assert_agrees(backend: Backend | PublicOperations, name: str, *, label: obje
     before = tree_map_only(Tensor, Tensor.clone, arguments)
     result = getattr(backend, name)(**arguments)
     changed = changed_by(name, arguments)
-    table = ENTRY_TOLERANCE if name in ("curvature_coefficients", "grow_weights") else TOLERANCE
+    table = ENTRY_TOLERANCE if name in ("curvature_coefficients", "activation_slopes", "grow_weights") else TOLERANCE
     for argument, now in arguments.items():
         if argument == changed:
             for tensor, truth in zip(tree_leaves(now), tree_leaves(wide[argument]), strict=True):
@@ -243,7 +249,9 @@ def _result_dtypes(name: str, arguments: Mapping[str, Any]) -> list[torch.dtype]
         return [compute_dtype(X.dtype) for X in arguments["X"]]
     if name == "grow_weights":
         return [widening.weight.dtype for widening in arguments["widenings"]]
-    return [arguments["g"].dtype] if name == "curvature_coefficients" else [compute_dtype(arguments["X"].dtype)]
+    if name in ("curvature_coefficients", "activation_slopes"):
+        return [arguments["z"].dtype]
+    return [compute_dtype(arguments["X"].dtype)]
 
 
 def krylov_state(M: int, capacity: int, D: int, dtype: torch.dtype) -> KrylovState:
@@ -332,9 +340,14 @@ def _curvature(axis: int, inplace: bool) -> Arguments:
     return {"g": g, "z": z, "activation": activation("hardswish"), "scale": scale, "axis": axis, "inplace": inplace}
 
 
-def kink_widths(rows: int, channels: int, dtype: torch.dtype = torch.float64) -> Arguments:
-    """Return the widths of kinks of `curvature_coefficients`; the first row has the norm 0."""
-    row_norm = random_tensor(rows, seed=3).abs() + 0.1
+def kink_widths(
+    rows: int, channels: int, dtype: torch.dtype = torch.float64, whole: tuple[int, ...] | None = None
+) -> Arguments:
+    """Return the widths of kinks of `curvature_coefficients`; the first row has the norm 0.
+
+    Every entry of a tensor of the shape `whole` has a norm of its own.
+    """
+    row_norm = random_tensor(*([rows] if whole is None else whole), seed=3).abs() + 0.1
     row_norm[:1] = 0
     return {"row_norm": row_norm.to(dtype), "bandwidth": (random_tensor(channels, seed=4).abs() + 0.1).to(dtype)}
 
@@ -389,6 +402,8 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     "curvature_coefficients": lambda: _curvature(1, False),
     "curvature_coefficients:inplace": lambda: _curvature(0, True),
     "curvature_coefficients:by-width": lambda: {**_curvature(1, False), **kink_widths(15, 7)},
+    "curvature_coefficients:by-entry": lambda: {**_curvature(1, False), **kink_widths(15, 7, whole=(5, 7, 3))},
+    "activation_slopes": lambda: {key: _curvature(1, False)[key] for key in ("z", "activation", "scale", "axis")},
     "grow_weights": _grow,
     "krylov_extend": _krylov,
     "tridiagonal_extremes": _tridiagonal,

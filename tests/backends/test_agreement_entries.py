@@ -80,10 +80,29 @@ def test_curvature_with_kinks_at_the_scale_of_a_step(backend: Backend, act: Acti
     for dtype in dtypes_of(backend):
         for shape, axis in (((61, 17), 1), ((61, 32), 1), ((3, 5, 7, 6), 1), ((2, 40, 3), 0), ((0, 3), 1)):
             g, z = random_tensor(*shape, dtype=dtype), 4 * random_tensor(*shape, dtype=dtype, seed=1)
-            widths = kink_widths(math.prod(shape) // shape[axis], shape[axis], dtype)
+            for whole in (None, shape):
+                widths = kink_widths(math.prod(shape) // shape[axis], shape[axis], dtype, whole)
+                for scale in (None, random_tensor(shape[axis], dtype=dtype, seed=2)):
+                    settings = {"activation": act, "scale": scale, "axis": axis, "inplace": False, **widths}
+                    assert_agrees(backend, "curvature_coefficients", label=(dtype, shape), g=g, z=z, **settings)
+
+
+@every_activation
+def test_slopes_of_every_activation(backend: Backend, act: Activation) -> None:
+    for dtype in COMPUTE_DTYPES:
+        for shape, axis in (((61, 17), 1), ((4, 5000), 1), ((3, 5, 7, 6), 1), ((2, 40, 3), 0), ((0, 3), 1)):
+            z = 4 * random_tensor(*shape, dtype=dtype)
             for scale in (None, random_tensor(shape[axis], dtype=dtype, seed=2)):
-                settings = {"activation": act, "scale": scale, "axis": axis, "inplace": False, **widths}
-                assert_agrees(backend, "curvature_coefficients", label=(dtype, shape), g=g, z=z, **settings)
+                settings = {"activation": act, "scale": scale, "axis": axis}
+                assert_agrees(backend, "activation_slopes", label=(dtype, shape), z=z, **settings)
+
+
+@every_activation
+def test_slopes_at_kinks_and_far_away(backend: Backend, act: Activation) -> None:
+    # float32 holds these numbers exactly.
+    z = torch.tensor([0.0, -0.0, 3, -3, 6, 2.0**20, -(2.0**20)], dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        assert_agrees(backend, "activation_slopes", z=z.to(dtype), activation=act, scale=None, axis=0)
 
 
 def test_a_width_of_one_over_the_sharpness_changes_nothing(backend: Backend) -> None:

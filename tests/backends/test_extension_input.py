@@ -128,6 +128,12 @@ SHAPES: list[tuple[str, int, Change]] = [
         ]
     ),
     ("curvature_coefficients_", 0, apart),
+    ("activation_slopes", 0, flatter),
+    *(("activation_slopes", 1, change) for change in (shorter, deeper)),
+    *(("activation_slopes", 2, to(axis)) for axis in (-1, 2, 3)),
+    *(("activation_slopes", 3, to(kind)) for kind in (-1, 2, 99)),
+    ("activation_slopes", 6, to([])),
+    ("activation_slopes", 7, to([1.0, 2.0])),
     ("grow_weights", 0, first(flatter)),
     ("grow_weights", 0, first(deeper)),
     ("grow_weights", 0, first(lambda weight: weight.sum())),
@@ -167,6 +173,7 @@ DTYPES: list[tuple[str, int, Change]] = [
             "add_splitting_matrices": (0, 1, 2),
             "curvature_coefficients": (0, 1, 2, 10, 11),
             "curvature_coefficients_": (0, 1, 2, 10, 11),
+            "activation_slopes": (0, 1),
             "krylov_extend": (0, 1, 2, 3, 5),
             "tridiagonal_extremes": (0, 1),
         }.items()

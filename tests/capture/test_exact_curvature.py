@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,25 @@ def test_fused_forms_are_the_definition(
         assert type(defined[name]).__name__ == "ChainOperator"
         V = vectors(operator)
         assert relative_error(operator.matvec(V), defined[name].matvec(V)) <= 1e-12
+
+
+@pytest.mark.parametrize("order", [(nn.SiLU, nn.ReLU), (nn.ReLU, nn.SiLU), (nn.GELU, nn.ReLU6)])
+@pytest.mark.parametrize("name", ["depthwise", "two depthwise stages"])
+def test_depthwise_chains_of_unlike_activations_are_the_definition(
+    name: str, order: tuple[type[nn.Module], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(one for one in CASES if one.name == name)
+
+    def both() -> s3d.Captured:
+        kinds = itertools.cycle(order)
+        return captured(case, lambda: next(kinds)(), eps=0.5)[2]
+
+    fused = both()
+    assert "DepthwiseOperator" in {type(operator).__name__ for operator in fused.values()}
+    monkeypatch.setattr(one_batch, "unit_operator", lambda *given: forms.ChainBuilder(*given).operator())
+    for unit, operator in both().items():
+        V = vectors(operator)
+        assert relative_error(fused[unit].matvec(V), operator.matvec(V)) <= 1e-12
 
 
 @pytest.mark.parametrize("act", [nn.SiLU, nn.ReLU, lambda: nn.LeakyReLU(0.2)])
