@@ -35,16 +35,19 @@ def difference_norms(
     if name != "aten.conv2d" or output.dim() != 4 or isinstance(Call(call)["padding"], str):
         return None
     height, width = output.shape[2:]
-    samples = winner // (output.shape[1] * height * width)
-    at, other = winner % (height * width), runner % (height * width)
-    down, right = other // width - at // width, other % width - at % width
-    inner = torch.zeros_like(c1)
-    squares = _inner_products(call, x, 0, 0, bias).flatten(1)
-    own, others = squares[samples, at], squares[samples, other]
-    for shift in torch.stack([down.flatten(), right.flatten()], 1).unique(dim=0).tolist():
-        here = (down == shift[0]) & (right == shift[1])
-        products = _inner_products(call, x, shift[0], shift[1], bias).flatten(1)
-        inner = torch.where(here, products[samples, torch.where(here, at, 0)], inner)
+    positions = height * width
+    first_of_sample = winner // (output.shape[1] * positions) * positions
+    at, other = winner % positions, runner % positions
+    squares = _inner_products(call, x, 0, 0, bias)
+    own, others = squares.take(first_of_sample + at), squares.take(first_of_sample + other)
+    # A shift is a number of rows and a number of columns. Few of all that there might be occur.
+    across = 2 * width - 1
+    shift = (other // width - at // width + height - 1) * across + (other % width - at % width + width - 1)
+    occurring = shift.flatten().bincount().nonzero().flatten()
+    number = shift.new_zeros((2 * height - 1) * across).index_put_((occurring,), torch.arange(len(occurring)).to(shift))
+    shifts = [(one // across - height + 1, one % across - width + 1) for one in occurring.tolist()]
+    products = torch.stack([_inner_products(call, x, down, right, bias) for down, right in shifts])
+    inner = products.take(number[shift] * squares.numel() + first_of_sample + at)
     return (c1 * c1 * own + c2 * c2 * others - 2 * c1 * c2 * inner).clamp(min=0).sqrt()
 
 
