@@ -1,24 +1,22 @@
 // Makes the formula of an activation from the arguments of an operator.
 #pragma once
 
-#include <c10/util/ArrayRef.h>
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 
+#include "errors.h"
 #include "kernels.h"
 
 namespace s3d {
 
 // Raises unless the arguments describe an activation; returns its formula.
-inline CurvatureFormula checked_formula(int64_t curvature, double a, double b, c10::ArrayRef<double> kink_at,
-                                        c10::ArrayRef<double> kink_jump, double sharpness) {
+inline CurvatureFormula checked_formula(int64_t curvature, double a, double b, Numbers kink_at, Numbers kink_jump,
+                                        double sharpness) {
     constexpr int64_t last_curvature = static_cast<int64_t>(Curvature::gaussian);
-    TORCH_CHECK_VALUE(0 <= curvature && curvature <= last_curvature, "curvature must lie in [0, ", last_curvature,
-                      "], got ", curvature);
-    TORCH_CHECK_VALUE(kink_at.size() == kink_jump.size() && kink_at.size() <= CurvatureFormula::max_kinks,
-                      "kink_at and kink_jump must have the same length, at most ", CurvatureFormula::max_kinks,
-                      ", got ", kink_at.size(), " and ", kink_jump.size());
+    CHECK_VALUE(0 <= curvature && curvature <= last_curvature, "curvature must lie in [0, ", last_curvature, "], got ",
+                curvature);
+    CHECK_VALUE(kink_at.size() == kink_jump.size() && kink_at.size() <= CurvatureFormula::max_kinks,
+                "kink_at and kink_jump must have the same length, at most ", CurvatureFormula::max_kinks, ", got ",
+                kink_at.size(), " and ", kink_jump.size());
     CurvatureFormula formula;
     formula.curvature = static_cast<Curvature>(curvature);
     formula.a = a, formula.b = b, formula.sharpness = sharpness;
