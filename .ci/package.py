@@ -33,13 +33,13 @@ def main() -> None:
     """Build, check, install and try."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="use the torch of this environment, and compile once")
-    parser.add_argument("--unpinned", action="store_true", help="take the newest dependencies, not constraints.txt")
     options = parser.parse_args()
     shutil.rmtree(BUILD, ignore_errors=True)
     DIST.mkdir(parents=True)
     # The first name is for what is installed, the second for what newer versions of pip install in isolated builds.
-    pins = {} if options.unpinned else {"PIP_CONSTRAINT": str(CONSTRAINTS), "PIP_BUILD_CONSTRAINT": str(CONSTRAINTS)}
-    os.environ.update({"PIP_DISABLE_PIP_VERSION_CHECK": "1", **pins})
+    os.environ.update({"PIP_CONSTRAINT": str(CONSTRAINTS), "PIP_BUILD_CONSTRAINT": str(CONSTRAINTS)})
+    # A package without kernels is an error here.
+    os.environ.update({"PIP_DISABLE_PIP_VERSION_CHECK": "1", "S3D_FAST_REQUIRE_KERNELS": "1"})
     if options.quick:
         build_here()
     else:
