@@ -125,7 +125,7 @@ def check_wheel(wheel: Path) -> None:
     dead = [target for target in re.findall(r"\]\(([^()\s]+)\)", description) if is_source(target)]
     dead += [target for target in re.findall(r'(?:href|src|srcset)="([^"]+)"', description) if is_source(target)]
     if dead:
-        sys.exit(f"the description of the wheel has relative links: {', '.join(dead)}; see absolute_links in setup.py")
+        sys.exit(f"the description of the wheel has relative links: {', '.join(dead)}; see docs/long_description.py")
     print(f"{wheel.name}: {len(held)} files, {wheel.stat().st_size / 1024:.0f} KiB")
 
 

@@ -15,11 +15,10 @@ ROOT = Path(__file__).parent.parent
 ADDRESS = "https://host/owner/name"
 
 
-@pytest.fixture
-def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the names of setup.py, in the folder where a build runs it."""
-    monkeypatch.chdir(ROOT)
-    return runpy.run_path("setup.py")
+@pytest.fixture(scope="module")
+def described() -> dict[str, Any]:
+    """Return the names of docs/long_description.py."""
+    return runpy.run_path(str(ROOT / "docs" / "long_description.py"))
 
 
 @pytest.mark.parametrize(
@@ -35,14 +34,16 @@ def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ('spectra["a"](x)', 'spectra["a"](x)', 'spectra["a"](x)'),
     ],
 )
-def test_links_to_files_become_absolute(setup_py: dict[str, Any], text: str, wanted: str, without_address: str) -> None:
-    assert setup_py["absolute_links"](text, ADDRESS, "1.2") == wanted
-    assert setup_py["absolute_links"](text, "", "1.2") == without_address
+def test_links_to_files_become_absolute(
+    described: dict[str, Any], text: str, wanted: str, without_address: str
+) -> None:
+    assert described["absolute_links"](text, ADDRESS, "1.2") == wanted
+    assert described["absolute_links"](text, "", "1.2") == without_address
 
 
 @pytest.mark.parametrize("address", ["", ADDRESS])
-def test_the_long_description_has_no_relative_link(setup_py: dict[str, Any], address: str) -> None:
-    text = setup_py["absolute_links"]((ROOT / "README.md").read_text(), address, "1.2")
+def test_the_long_description_has_no_relative_link(described: dict[str, Any], address: str) -> None:
+    text = described["absolute_links"]((ROOT / "README.md").read_text(), address, "1.2")
     targets = re.findall(r'\]\(([^()\s]+)\)|(?:href|src|srcset)="([^"]+)"', text)
     assert [target for pair in targets for target in pair if (ROOT / target.split("#")[0]).is_file()] == []
     assert (f"{ADDRESS}/blob/v1.2/docs/api.md" in text) == bool(address)
@@ -52,7 +53,7 @@ def test_a_release_must_agree_with_its_files() -> None:
     disagreements = runpy.run_path(str(ROOT / ".ci" / "release.py"))["disagreements"]
     found = disagreements("v0.0", "https://elsewhere")
     assert f"the tag is v0.0, and s3d_fast/base/version.py has the version {s3d_fast.__version__}" in found
-    assert any("REPOSITORY in setup.py" in problem for problem in found)
+    assert any("REPOSITORY in docs/long_description.py" in problem for problem in found)
     assert not any("CITATION.cff" in problem for problem in found)
 
 
