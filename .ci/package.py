@@ -47,6 +47,7 @@ def main() -> None:
     (sdist,), (wheel,) = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
     check_sdist(sdist)
     check_wheel(wheel)
+    run(sys.executable, ROOT / ".ci" / "symbols.py", wheel)
     if options.quick:
         try_in(environment("wheel", sees=sysconfig.get_path("purelib")), wheel, "--no-deps", "--ignore-installed")
     else:

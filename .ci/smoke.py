@@ -63,9 +63,9 @@ def check_command_line() -> None:
         subprocess.run([command, "grow", "digits", "--quiet", "--out", run, *settings], check=True)
         report = (run / "report.html").read_text(encoding="utf-8")
         assert "</html>" in report
-        print(
-            f"grow: {len((run / 'history.jsonl').read_text().splitlines())} phases, report of {len(report)} characters"
-        )
+        phases = (run / "history.jsonl").read_text(encoding="utf-8").splitlines()
+        assert len(phases) == 2
+        print(f"grow: {len(phases)} phases, a report of {len(report)} characters")
 
 
 if __name__ == "__main__":

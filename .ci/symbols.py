@@ -26,9 +26,7 @@ def main(wheels: list[str]) -> None:
         if foreign:
             sys.exit(f"{wheel.name}: the extension needs C++ symbols of other libraries: {' '.join(foreign)}")
         torch = sorted(name for name in needed if re.match(r"_?(aoti_)?torch_", name))
-        print(
-            f"{wheel.name}: {len(needed)} undefined symbols, {len(torch)} C functions of torch, no C++ symbol of torch"
-        )
+        print(f"{wheel.name}: the extension needs {len(torch)} C functions of torch, and no C++ symbol of it")
 
 
 def undefined_symbols(wheel: Path) -> set[str]:
