@@ -14,7 +14,8 @@ help: ## Show this list.
 $(READY): constraints.txt pyproject.toml setup.py $(CXX_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy setuptools wheel pybind11 ninja
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[triton,plots,test,lint]'
+	S3D_FAST_REQUIRE_KERNELS=1 \
+		$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[triton,plots,test,lint]'
 	touch $@
 
 install: $(READY) ## Make .venv with pinned dependencies and this package, editable.
@@ -41,7 +42,7 @@ bench: $(READY) ## Time everything against the reference, with DEVICE=cuda on a 
 # A copy of the package with a checked build of the extension, and the tests beside it.
 ASAN := build/asan
 asan: $(READY) ## Run the tests of the extension under AddressSanitizer and UndefinedBehaviorSanitizer.
-	S3D_FAST_SANITIZE=1 $(BIN)/python setup.py --quiet build --build-base $(ASAN) --build-lib $(ASAN)/lib
+	S3D_FAST_SANITIZE=1 S3D_FAST_REQUIRE_KERNELS=1 $(BIN)/python setup.py --quiet build --build-base $(ASAN) --build-lib $(ASAN)/lib
 	cp -r tests pyproject.toml $(ASAN)/lib/
 	cd $(ASAN)/lib && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(CURDIR)/$(BIN)/python -m pytest -q -k 'not triton' \
@@ -63,4 +64,4 @@ format: $(READY) ## Rewrite the sources in the house style.
 	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
 
 clean: ## Remove .venv and everything that was built.
-	rm -rf $(VENV) build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks s3d_fast/_C*.so
+	rm -rf $(VENV) build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks s3d_fast/_C*.so s3d_fast/_C.txt

@@ -1,10 +1,7 @@
 // Computes the curvature coefficients C = g * act''(z) * scale^2 in one pass, into a new tensor or over g.
-#include <ATen/MemoryOverlap.h>
-
 #include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
-#include "operator.h"
 #include "parallel.h"
 
 namespace s3d {
@@ -14,24 +11,23 @@ constexpr int64_t entries_per_task = 1 << 14, longest_period = 1 << 12, least_ru
 
 // The arguments after g and z. The constructor checks all arguments.
 struct Settings {
-    const std::optional<at::Tensor> scale;  // one entry per entry of dimension `axis`
+    const OptionalTensor scale;  // one entry per entry of dimension `axis`
     const int64_t axis;
-    const std::optional<at::Tensor> row_norm, bandwidth;  // one entry per row, and one per channel; or neither
+    const OptionalTensor row_norm, bandwidth;  // one entry per row, and one per channel; or neither
     CurvatureFormula formula;
 
-    Settings(const at::Tensor& g, const at::Tensor& z, const std::optional<at::Tensor>& scale, int64_t axis,
-             int64_t curvature, double a, double b, at::ArrayRef<double> kink_at, at::ArrayRef<double> kink_jump,
-             double sharpness, const std::optional<at::Tensor>& row_norm, const std::optional<at::Tensor>& bandwidth)
+    Settings(const Tensor& g, const Tensor& z, const OptionalTensor& scale, int64_t axis, int64_t curvature, double a,
+             double b, Numbers kink_at, Numbers kink_jump, double sharpness, const OptionalTensor& row_norm,
+             const OptionalTensor& bandwidth)
         : scale(scale), axis(axis), row_norm(row_norm), bandwidth(bandwidth) {
         check_compute_dtype("g", g);
         check_dtype("z", z, g.scalar_type());
-        TORCH_CHECK_VALUE(z.sizes() == g.sizes(), "z must have shape ", g.sizes(), ", got ", z.sizes());
-        check_device("z", z, g);
-        TORCH_CHECK_VALUE(0 <= axis && axis < g.dim(), "axis must be a dimension of g, got ", axis, " for ", g.sizes());
+        CHECK_VALUE(z.sizes() == g.sizes(), "z must have shape ", g.sizes(), ", got ", z.sizes());
+        check_device("z", z);
+        CHECK_VALUE(0 <= axis && axis < g.dim(), "axis must be a dimension of g, got ", axis, " for ", g.sizes());
         const int64_t channels = g.size(axis);
         if (scale) check_vector("scale", *scale, channels, g);
-        TORCH_CHECK_VALUE(row_norm.has_value() == bandwidth.has_value(),
-                          "row_norm and bandwidth must be given together");
+        CHECK_VALUE(row_norm.has_value() == bandwidth.has_value(), "row_norm and bandwidth must be given together");
         if (row_norm) {
             int64_t rows = 1;
             for (int64_t d = 0; d < g.dim(); ++d) rows *= d == axis ? 1 : g.size(d);
@@ -39,11 +35,11 @@ struct Settings {
             check_vector("bandwidth", *bandwidth, channels, g);
         }
         constexpr int64_t last_curvature = static_cast<int64_t>(Curvature::gaussian);
-        TORCH_CHECK_VALUE(0 <= curvature && curvature <= last_curvature, "curvature must lie in [0, ", last_curvature,
-                          "], got ", curvature);
-        TORCH_CHECK_VALUE(kink_at.size() == kink_jump.size() && kink_at.size() <= CurvatureFormula::max_kinks,
-                          "kink_at and kink_jump must have the same length, at most ", CurvatureFormula::max_kinks,
-                          ", got ", kink_at.size(), " and ", kink_jump.size());
+        CHECK_VALUE(0 <= curvature && curvature <= last_curvature, "curvature must lie in [0, ", last_curvature,
+                    "], got ", curvature);
+        CHECK_VALUE(kink_at.size() == kink_jump.size() && kink_at.size() <= CurvatureFormula::max_kinks,
+                    "kink_at and kink_jump must have the same length, at most ", CurvatureFormula::max_kinks, ", got ",
+                    kink_at.size(), " and ", kink_jump.size());
         formula.curvature = static_cast<Curvature>(curvature);
         formula.a = a, formula.b = b, formula.sharpness = sharpness;
         formula.kinks = static_cast<int>(kink_at.size());
@@ -52,23 +48,22 @@ struct Settings {
     }
 
  private:
-    static void check_vector(const char* name, const at::Tensor& vector, int64_t size, const at::Tensor& g) {
+    static void check_vector(const char* name, const Tensor& vector, int64_t size, const Tensor& g) {
         check_dtype(name, vector, g.scalar_type());
-        TORCH_CHECK_VALUE(vector.dim() == 1 && vector.size(0) == size, name, " must have shape (", size, "), got ",
-                          vector.sizes());
-        check_device(name, vector, g);
+        CHECK_VALUE(vector.dim() == 1 && vector.size(0) == size, name, " must have shape (", size, "), got ",
+                    vector.sizes());
+        check_device(name, vector);
     }
 };
 
 // Makes an operator, `call`, of a function of g, z and the settings.
 template <auto function>
 struct WithSettings;
-template <typename Result, typename G, Result (*function)(G, const at::Tensor&, const Settings&)>
+template <typename Result, Result (*function)(const Tensor&, const Tensor&, const Settings&)>
 struct WithSettings<function> {
-    static Result call(G g, const at::Tensor& z, const std::optional<at::Tensor>& scale, int64_t axis,
-                       int64_t curvature, double a, double b, at::ArrayRef<double> kink_at,
-                       at::ArrayRef<double> kink_jump, double sharpness, const std::optional<at::Tensor>& row_norm,
-                       const std::optional<at::Tensor>& bandwidth) {
+    static Result call(const Tensor& g, const Tensor& z, const OptionalTensor& scale, int64_t axis, int64_t curvature,
+                       double a, double b, Numbers kink_at, Numbers kink_jump, double sharpness,
+                       const OptionalTensor& row_norm, const OptionalTensor& bandwidth) {
         return function(
             g, z, Settings(g, z, scale, axis, curvature, a, b, kink_at, kink_jump, sharpness, row_norm, bandwidth));
     }
@@ -124,63 +119,59 @@ void compute_by_width(const CurvatureFormula& formula, const T* g, const T* z, c
 }
 
 // g and out are contiguous.
-void compute_into(const at::Tensor& out, const at::Tensor& g, const at::Tensor& z, const Settings& settings) {
+void compute_into(const Tensor& out, const Tensor& g, const Tensor& z, const Settings& settings) {
     if (g.numel() == 0) return;
     int64_t inner = 1;
     for (int64_t d = settings.axis + 1; d < g.dim(); ++d) inner *= g.size(d);
-    const at::Tensor z_dense = z.contiguous();
-    const at::Tensor scale = settings.scale ? settings.scale->contiguous() : at::Tensor();
+    const Tensor z_dense = as_contiguous(z);
+    const OptionalTensor scale = as_contiguous(settings.scale);
     const int64_t channels = g.size(settings.axis);
     if (settings.row_norm) {
-        const at::Tensor norm = settings.row_norm->contiguous(), bandwidth = settings.bandwidth->contiguous();
+        const Tensor norm = as_contiguous(*settings.row_norm), bandwidth = as_contiguous(*settings.bandwidth);
         with_dtype(g.scalar_type(), [&]<typename T>() {
-            compute_by_width<T>(settings.formula, g.const_data_ptr<T>(), z_dense.const_data_ptr<T>(),
-                                scale.defined() ? scale.const_data_ptr<T>() : nullptr, norm.const_data_ptr<T>(),
-                                bandwidth.const_data_ptr<T>(), g.numel() / (channels * inner), channels, inner,
-                                out.mutable_data_ptr<T>());
+            compute_by_width<T>(settings.formula, data_of<T>(g), data_of<T>(z_dense),
+                                scale ? data_of<T>(*scale) : nullptr, data_of<T>(norm), data_of<T>(bandwidth),
+                                g.numel() / (channels * inner), channels, inner, mutable_data_of<T>(out));
         });
         return;
     }
     with_dtype(g.scalar_type(), [&]<typename T>() {
-        compute<T>(settings.formula, g.const_data_ptr<T>(), z_dense.const_data_ptr<T>(),
-                   scale.defined() ? scale.const_data_ptr<T>() : nullptr, g.numel(), channels, inner,
-                   out.mutable_data_ptr<T>());
+        compute<T>(settings.formula, data_of<T>(g), data_of<T>(z_dense), scale ? data_of<T>(*scale) : nullptr,
+                   g.numel(), channels, inner, mutable_data_of<T>(out));
     });
 }
 
-at::Tensor coefficients_meta(const at::Tensor& g, const at::Tensor&, const Settings&) {
-    return at::empty(g.sizes(), g.options());
-}
-
-at::Tensor coefficients(const at::Tensor& g, const at::Tensor& z, const Settings& settings) {
-    const at::Tensor out = coefficients_meta(g, z, settings);
-    compute_into(out, g.contiguous(), z, settings);
+Tensor coefficients(const Tensor& g, const Tensor& z, const Settings& settings) {
+    const Tensor out = new_like(g);
+    compute_into(out, as_contiguous(g), z, settings);
     return out;
 }
 
-void overwrite_meta(at::Tensor& g, const at::Tensor&, const Settings&) {
-    TORCH_CHECK_VALUE(g.is_contiguous(), "g must be contiguous, because the operator overwrites it");
-}
-
-void overwrite(at::Tensor& g, const at::Tensor& z, const Settings& settings) {
-    overwrite_meta(g, z, settings);
-    at::assert_no_partial_overlap(g, z);
-    for (const auto& vector : {settings.scale, settings.row_norm, settings.bandwidth}) {
-        if (vector) at::assert_no_overlap(g, *vector);
+void overwrite(const Tensor& g, const Tensor& z, const Settings& settings) {
+    CHECK_VALUE(g.is_contiguous(), "g must be contiguous, because the operator overwrites it");
+    // A tensor that is not contiguous is copied before g changes. z may be g itself: entries are read before they
+    // change.
+    if (z.is_contiguous() && z.const_data_ptr() != g.const_data_ptr()) check_apart("g", g, "z", z);
+    const std::pair<const char*, const OptionalTensor*> vectors[] = {
+        {"scale", &settings.scale}, {"row_norm", &settings.row_norm}, {"bandwidth", &settings.bandwidth}};
+    for (const auto& [name, vector] : vectors) {
+        if (*vector && (*vector)->is_contiguous()) check_apart("g", g, name, **vector);
     }
-    compute_into(g, g, z, settings);
     mark_changed(g);
+    compute_into(g, g, z, settings);
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
     const std::string settings =
         "Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float "
-        "sharpness, "
-        "Tensor? row_norm=None, Tensor? bandwidth=None";
-    register_operator(m, "curvature_coefficients(Tensor g, Tensor z, " + settings + ") -> Tensor",
-                      WithSettings<coefficients>::call, WithSettings<coefficients_meta>::call);
-    register_operator(m, "curvature_coefficients_(Tensor(a!) g, Tensor z, " + settings + ") -> ()",
-                      WithSettings<overwrite>::call, WithSettings<overwrite_meta>::call);
+        "sharpness, Tensor? row_norm=None, Tensor? bandwidth=None";
+    m.def(("curvature_coefficients(Tensor g, Tensor z, " + settings + ") -> Tensor").c_str());
+    m.def(("curvature_coefficients_(Tensor(a!) g, Tensor z, " + settings + ") -> ()").c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
+    m.impl("curvature_coefficients", TORCH_BOX(&WithSettings<coefficients>::call));
+    m.impl("curvature_coefficients_", TORCH_BOX(&WithSettings<overwrite>::call));
 }
 
 }  // namespace

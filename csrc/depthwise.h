@@ -1,11 +1,9 @@
 // Describes a depthwise convolution: its sizes, and which taps reach which places.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
 #include <vector>
 
+#include "errors.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -91,19 +89,19 @@ struct ConvAxis {
 struct StageAxes {
     ConvAxis vertical, horizontal;
 
-    StageAxes(const at::Tensor& weight, at::IntArrayRef geometry, int64_t height, int64_t width)
+    StageAxes(const Tensor& weight, Integers geometry, int64_t height, int64_t width)
         : vertical{height, weight.size(1), geometry[0], geometry[2], geometry[4]},
           horizontal{width, weight.size(2), geometry[1], geometry[3], geometry[5]} {}
 };
 
 // Raises unless the six numbers are a geometry.
-inline void check_geometry(at::IntArrayRef geometry) {
-    TORCH_CHECK_VALUE(geometry.size() == 6, "geometry must have 6 numbers for each stage, got ", geometry.size());
+inline void check_geometry(Integers geometry) {
+    CHECK_VALUE(geometry.size() == 6, "geometry must have 6 numbers for each stage, got ", geometry.size());
     for (size_t i = 0; i < 6; ++i) {
         const int64_t least = i == 2 || i == 3 ? 0 : 1;
         // Sizes beyond this would overflow where they are multiplied.
-        TORCH_CHECK_VALUE(least <= geometry[i] && geometry[i] < (1 << 20),
-                          "geometry must hold strides and dilations >= 1 and paddings >= 0, got ", geometry);
+        CHECK_VALUE(least <= geometry[i] && geometry[i] < (1 << 20),
+                    "geometry must hold strides and dilations >= 1 and paddings >= 0, got ", geometry);
     }
 }
 

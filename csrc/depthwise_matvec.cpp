@@ -10,17 +10,16 @@
 #include "depthwise.h"
 #include "dtype.h"
 #include "layers.h"
-#include "operator.h"
 
 namespace s3d {
 namespace {
 
 // The maps of one layer: X (B H W, D); C_0 ... C_n and d_0 ... d_(n-1), each (B, H_i, W_i, M); the weights (M, kh, kw).
 struct LayerTensors {
-    at::Tensor X;
-    std::vector<at::Tensor> C, d, weight;
+    Tensor X;
+    Tensors C, d, weight;
     std::vector<std::vector<int64_t>> geometry;
-    at::Tensor V;
+    Tensor V;
     bool bias;
 };
 
@@ -45,7 +44,7 @@ class DepthwiseLayer {
  public:
     LayerSums<T> sums;
 
-    DepthwiseLayer(const LayerTensors& layer, const at::Tensor& result)
+    DepthwiseLayer(const LayerTensors& layer, const Tensor& result)
         : sums(layer.V, result, kernels<T>().width),
           kernel_(kernels<T>()),
           X_(Matrix<T>(layer.X), layer.bias),
@@ -55,18 +54,19 @@ class DepthwiseLayer {
           rows_per_tile_(rows_of_tile<T>(depth_)) {
         const int64_t M = sums.panels.M;
         for (size_t i = 0; i < layer.C.size(); ++i) {
-            const at::Tensor& C = layer.C[i];
+            const Tensor& C = layer.C[i];
             heights_.push_back(C.size(1));
             widths_.push_back(C.size(2));
             // Maps that are not rows in memory are copied.
-            C_tensors_.push_back(C.reshape({-1, M}));
+            C_tensors_.push_back(torch::stable::reshape(C, {-1, M}));
             C_.emplace_back(C_tensors_.back());
             if (i + 1 == layer.C.size()) break;
-            d_tensors_.push_back(layer.d[i].reshape({-1, M}));
+            d_tensors_.push_back(torch::stable::reshape(layer.d[i], {-1, M}));
             d_.emplace_back(d_tensors_.back());
             stages_.emplace_back(StageAxes(layer.weight[i], layer.geometry[i], heights_[i], widths_[i]));
             kernel_columns_.push_back(layer.weight[i].size(2));
-            weights_.push_back(layer.weight[i].flatten(1).to(layer.V.scalar_type()).contiguous());
+            weights_.push_back(as_contiguous(to_dtype(layer.weight[i], layer.V.scalar_type())));
+            taps_.push_back(layer.weight[i].size(1) * layer.weight[i].size(2));
         }
         // Small images share a tile of rows.
         images_at_once_ = std::max<int64_t>(1, rows_per_tile_ / std::max<int64_t>(1, map_size(0)));
@@ -74,7 +74,7 @@ class DepthwiseLayer {
 
     double flops() const {
         double per_image = 4. * map_size(0) * depth_;
-        for (size_t i = 0; i < stages_.size(); ++i) per_image += 4. * map_size(i + 1) * weights_[i].size(1);
+        for (size_t i = 0; i < stages_.size(); ++i) per_image += 4. * map_size(i + 1) * taps_[i];
         return per_image * images_ * sums.panels.size() * sums.panels.width;
     }
     int64_t most_slices() const { return ceil_div(images_, images_at_once_); }
@@ -96,7 +96,8 @@ class DepthwiseLayer {
             for (int64_t p = 0; p < place.count; ++p) {
                 const PanelPlace panel = sums.panels[place.first + p];
                 project(first, count, work.vectors + p * size, work);
-                for (size_t i = 0; i < stages_.size(); ++i) work.pack_weight(weights_[i], panel, i);
+                for (size_t i = 0; i < stages_.size(); ++i)
+                    work.pack_weight(data_of<T>(weights_[i]), taps_[i], panel, i);
                 for (int64_t image = 0; image < count; ++image) turn(first + image, image, panel, work);
                 accumulate(first, count, total + p * size, work);
             }
@@ -122,7 +123,7 @@ class DepthwiseLayer {
                 bytes += Scratch::bytes_for<T>(images * layer.map_size(i) * width);
                 largest = std::max(largest, layer.map_size(i));
             }
-            for (const at::Tensor& weight : layer.weights_) bytes += Scratch::bytes_for<T>(weight.size(1) * width);
+            for (const int64_t taps : layer.taps_) bytes += Scratch::bytes_for<T>(taps * width);
             const int64_t line_size = layer.widest() * width;
             const int64_t x_size = layer.X_.scratch(layer.rows_per_tile_);
             bytes += Scratch::bytes_for<T>(block) + Scratch::bytes_for<T>(own) +
@@ -139,13 +140,12 @@ class DepthwiseLayer {
             for (size_t i = 0; i < layer.heights_.size(); ++i) {
                 maps.push_back(scratch.take<T>(images * layer.map_size(i) * width));
             }
-            for (const at::Tensor& weight : layer.weights_) weights.push_back(scratch.take<T>(weight.size(1) * width));
+            for (const int64_t taps : layer.taps_) weights.push_back(scratch.take<T>(taps * width));
         }
 
         // weights[stage] = the panel's part of a weight (M, taps), as a panel of `taps` rows.
-        void pack_weight(const at::Tensor& weight, const PanelPlace& place, size_t stage) {
-            const int64_t taps = weight.size(1);
-            const T* from = weight.const_data_ptr<T>() + place.first * taps;
+        void pack_weight(const T* weight, int64_t taps, const PanelPlace& place, size_t stage) {
+            const T* from = weight + place.first * taps;
             T* to = weights[stage];
             if (place.count < width) std::memset(to, 0, taps * width * sizeof(T));
             for (int64_t j = 0; j < place.count; ++j) {
@@ -235,36 +235,37 @@ class DepthwiseLayer {
     const Kernels<T>& kernel_;
     RowTiles<T> X_;
     Vectors<T> V_;
-    std::vector<at::Tensor> C_tensors_, d_tensors_, weights_;  // weights: (M, taps)
+    Tensors C_tensors_, d_tensors_, weights_;  // weights: (M, kh, kw)
     std::vector<Matrix<T>> C_, d_;
-    std::vector<int64_t> heights_, widths_, kernel_columns_;
+    std::vector<int64_t> heights_, widths_, kernel_columns_, taps_;  // taps: kh kw
     std::list<StageTaps> stages_;
     int64_t images_, depth_, rows_per_tile_, images_at_once_;
 };
 
 void check(const LayerTensors& layer) {
-    const at::Tensor &X = layer.X, &V = layer.V;
+    const Tensor &X = layer.X, &V = layer.V;
     check_compute_dtype("V", V);
-    check_storage("X", X, V);
-    TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (B H W, D), got ", X.sizes());
-    const at::Tensor& first = layer.C[0];
-    TORCH_CHECK_VALUE(first.dim() == 4 && first.size(0) * first.size(1) * first.size(2) == X.size(0),
-                      "C must have shape (B, H, W, M) with B H W = ", X.size(0), ", got ", first.sizes());
+    const ScalarType type = V.scalar_type();
+    check_storage("X", X, type);
+    CHECK_VALUE(X.dim() == 2, "X must have shape (B H W, D), got ", X.sizes());
+    const Tensor& first = layer.C[0];
+    CHECK_VALUE(first.dim() == 4 && first.size(0) * first.size(1) * first.size(2) == X.size(0),
+                "C must have shape (B, H, W, M) with B H W = ", X.size(0), ", got ", first.sizes());
     const int64_t images = first.size(0), filters = first.size(3);
     int64_t height = first.size(1), width = first.size(2);
     for (size_t i = 0; i < layer.C.size(); ++i) {
         const std::vector<int64_t> wanted{images, height, width, filters};
-        check_storage("C", layer.C[i], V);
-        TORCH_CHECK_VALUE(layer.C[i].sizes() == at::IntArrayRef(wanted), "C must have shape ", at::IntArrayRef(wanted),
-                          ", got ", layer.C[i].sizes());
+        check_storage("C", layer.C[i], type);
+        CHECK_VALUE(layer.C[i].sizes() == Integers(wanted), "C must have shape ", Integers(wanted), ", got ",
+                    layer.C[i].sizes());
         if (i == layer.d.size()) break;
-        check_storage("d", layer.d[i], V);
-        TORCH_CHECK_VALUE(layer.d[i].sizes() == at::IntArrayRef(wanted), "d must have shape ", at::IntArrayRef(wanted),
-                          ", got ", layer.d[i].sizes());
-        const at::Tensor& weight = layer.weight[i];
-        check_storage("weight", weight, V);
-        TORCH_CHECK_VALUE(weight.dim() == 3 && weight.size(0) == filters && weight.size(1) > 0 && weight.size(2) > 0,
-                          "weight must have shape (", filters, ", kh, kw), got ", weight.sizes());
+        check_storage("d", layer.d[i], type);
+        CHECK_VALUE(layer.d[i].sizes() == Integers(wanted), "d must have shape ", Integers(wanted), ", got ",
+                    layer.d[i].sizes());
+        const Tensor& weight = layer.weight[i];
+        check_storage("weight", weight, type);
+        CHECK_VALUE(weight.dim() == 3 && weight.size(0) == filters && weight.size(1) > 0 && weight.size(2) > 0,
+                    "weight must have shape (", filters, ", kh, kw), got ", weight.sizes());
         const StageAxes axes(weight, layer.geometry[i], height, width);
         height = axes.vertical.out();
         width = axes.horizontal.out();
@@ -273,18 +274,18 @@ void check(const LayerTensors& layer) {
 }
 
 // Divides the lists of all layers into layers, and checks them. `stages` has the number of stages of each layer.
-std::vector<LayerTensors> layers_of(at::TensorList X, at::TensorList C, at::TensorList d, at::TensorList weight,
-                                    at::IntArrayRef stages, at::IntArrayRef geometry, at::TensorList V,
-                                    const c10::List<bool>& bias) {
-    TORCH_CHECK_VALUE(X.size() == stages.size() && X.size() == V.size() && X.size() == bias.size(),
-                      "X, stages, V and bias must have one entry per layer, got ", X.size(), ", ", stages.size(), ", ",
-                      V.size(), " and ", bias.size());
+std::vector<LayerTensors> layers_of(const Tensors& X, const Tensors& C, const Tensors& d, const Tensors& weight,
+                                    Integers stages, Integers geometry, const Tensors& V,
+                                    const std::vector<bool>& bias) {
+    CHECK_VALUE(X.size() == stages.size() && X.size() == V.size() && X.size() == bias.size(),
+                "X, stages, V and bias must have one entry per layer, got ", X.size(), ", ", stages.size(), ", ",
+                V.size(), " and ", bias.size());
     size_t total = 0;
     for (const int64_t count : stages) {
-        TORCH_CHECK_VALUE(0 < count && count < (1 << 20), "stages must be positive, got ", stages);
+        CHECK_VALUE(0 < count && count < (1 << 20), "stages must be positive, got ", stages);
         total += static_cast<size_t>(count);
     }
-    TORCH_CHECK_VALUE(
+    CHECK_VALUE(
         C.size() == total + X.size() && d.size() == total && weight.size() == total && geometry.size() == 6 * total,
         "C must have ", total + X.size(), " entries, d and weight ", total, " and geometry ", 6 * total, ", got ",
         C.size(), ", ", d.size(), ", ", weight.size(), " and ", geometry.size());
@@ -295,7 +296,7 @@ std::vector<LayerTensors> layers_of(at::TensorList X, at::TensorList C, at::Tens
         for (int64_t stage = 0; stage <= stages[i]; ++stage) {
             layer.C.push_back(C[at + i]);
             if (stage == stages[i]) break;
-            const at::IntArrayRef own = geometry.slice(6 * at, 6);
+            const Integers own = geometry.slice(6 * at, 6);
             check_geometry(own);
             layer.geometry.push_back(own.vec());
             layer.d.push_back(d[at]);
@@ -307,24 +308,13 @@ std::vector<LayerTensors> layers_of(at::TensorList X, at::TensorList C, at::Tens
     return layers;
 }
 
-std::vector<at::Tensor> depthwise_matvec_grouped_meta(at::TensorList X, at::TensorList C, at::TensorList d,
-                                                      at::TensorList weight, at::IntArrayRef stages,
-                                                      at::IntArrayRef geometry, at::TensorList V,
-                                                      c10::List<bool> bias) {
-    std::vector<at::Tensor> results;
-    for (const LayerTensors& layer : layers_of(X, C, d, weight, stages, geometry, V, bias)) {
-        results.push_back(result_like(layer.V));
-    }
-    return results;
-}
-
-std::vector<at::Tensor> depthwise_matvec_grouped(at::TensorList X, at::TensorList C, at::TensorList d,
-                                                 at::TensorList weight, at::IntArrayRef stages,
-                                                 at::IntArrayRef geometry, at::TensorList V, c10::List<bool> bias) {
-    std::vector<at::Tensor> results;
+Tensors depthwise_matvec_grouped(const Tensors& X, const Tensors& C, const Tensors& d, const Tensors& weight,
+                                 const std::vector<int64_t>& stages, const std::vector<int64_t>& geometry,
+                                 const Tensors& V, const std::vector<bool>& bias) {
+    Tensors results;
     ItemsByDtype<DepthwiseLayer> items;
     for (const LayerTensors& layer : layers_of(X, C, d, weight, stages, geometry, V, bias)) {
-        results.push_back(result_like(layer.V));
+        results.push_back(new_like(layer.V));
         if (results.back().numel() == 0) continue;
         with_dtype(layer.V.scalar_type(), [&]<typename T>() { items.of<T>().emplace_back(layer, results.back()); });
     }
@@ -332,11 +322,14 @@ std::vector<at::Tensor> depthwise_matvec_grouped(at::TensorList X, at::TensorLis
     return results;
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m,
-                      "depthwise_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] d, Tensor[] weight, int[] stages, "
-                      "int[] geometry, Tensor[] V, bool[] bias) -> Tensor[]",
-                      depthwise_matvec_grouped, depthwise_matvec_grouped_meta);
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def(
+        "depthwise_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] d, Tensor[] weight, int[] stages, int[] geometry, "
+        "Tensor[] V, bool[] bias) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
+    m.impl("depthwise_matvec_grouped", TORCH_BOX(&depthwise_matvec_grouped));
 }
 
 }  // namespace

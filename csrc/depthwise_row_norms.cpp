@@ -4,12 +4,9 @@
 //     |J|^2 = sum over taps t, t' of w_t w_t' d[n + t] d[n + t'] <x[n + t], x[n + t']>.
 // All channels share the products of neighbouring rows. For one image at a time, a task computes them for each offset
 // between two taps, with rows transposed so that vectors run along a line of the image.
-#include <ATen/ops/empty.h>
-
 #include "checks.h"
 #include "depthwise.h"
 #include "dtype.h"
-#include "operator.h"
 #include "panels.h"
 
 namespace s3d {
@@ -19,13 +16,13 @@ template <typename T>
 class RowNorms {
  public:
     // All tensors are contiguous and have the dtype T. weight is (taps, M).
-    RowNorms(const at::Tensor& X, const at::Tensor& d, const at::Tensor& weight, const StageAxes& axes, bool bias,
-             const at::Tensor& out)
+    RowNorms(const Tensor& X, const Tensor& d, const Tensor& weight, const StageAxes& axes, bool bias,
+             const Tensor& out)
         : kernel_(kernels<T>()),
-          X_(X.const_data_ptr<T>()),
-          d_(d.const_data_ptr<T>()),
-          weight_(weight.const_data_ptr<T>()),
-          out_(out.mutable_data_ptr<T>()),
+          X_(data_of<T>(X)),
+          d_(data_of<T>(d)),
+          weight_(data_of<T>(weight)),
+          out_(mutable_data_of<T>(out)),
           bias_(bias),
           vertical_(axes.vertical),
           horizontal_(axes.horizontal),
@@ -115,40 +112,39 @@ class RowNorms {
     const int64_t reach_, line_, gram_line_, shifts_;
 };
 
-at::Tensor depthwise_row_norms_meta(const at::Tensor& X, const at::Tensor& d, const at::Tensor& weight,
-                                    at::IntArrayRef geometry, bool) {
-    const auto type = X.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const at::Tensor compute = at::empty({0}, X.options().dtype(type));
-    check_storage("X", X, compute);
-    check_storage("d", d, compute);
-    check_storage("weight", weight, compute);
-    TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (B H W, D), got ", X.sizes());
-    TORCH_CHECK_VALUE(d.dim() == 4 && d.size(0) * d.size(1) * d.size(2) == X.size(0),
-                      "d must have shape (B, H, W, M) with B H W = ", X.size(0), ", got ", d.sizes());
-    TORCH_CHECK_VALUE(weight.dim() == 3 && weight.size(0) == d.size(3) && weight.size(1) > 0 && weight.size(2) > 0,
-                      "weight must have shape (", d.size(3), ", kh, kw), got ", weight.sizes());
+void check(const Tensor& X, const Tensor& d, const Tensor& weight, Integers geometry, ScalarType type) {
+    check_storage("X", X, type);
+    check_storage("d", d, type);
+    check_storage("weight", weight, type);
+    CHECK_VALUE(X.dim() == 2, "X must have shape (B H W, D), got ", X.sizes());
+    CHECK_VALUE(d.dim() == 4 && d.size(0) * d.size(1) * d.size(2) == X.size(0),
+                "d must have shape (B, H, W, M) with B H W = ", X.size(0), ", got ", d.sizes());
+    CHECK_VALUE(weight.dim() == 3 && weight.size(0) == d.size(3) && weight.size(1) > 0 && weight.size(2) > 0,
+                "weight must have shape (", d.size(3), ", kh, kw), got ", weight.sizes());
     check_geometry(geometry);
-    const StageAxes axes(weight, geometry, d.size(1), d.size(2));
-    return at::empty({d.size(0), axes.vertical.out(), axes.horizontal.out(), d.size(3)}, compute.options());
 }
 
-at::Tensor depthwise_row_norms(const at::Tensor& X, const at::Tensor& d, const at::Tensor& weight,
-                               at::IntArrayRef geometry, bool bias) {
-    const at::Tensor out = depthwise_row_norms_meta(X, d, weight, geometry, bias);
+Tensor depthwise_row_norms(const Tensor& X, const Tensor& d, const Tensor& weight, const std::vector<int64_t>& geometry,
+                           bool bias) {
+    const ScalarType type = compute_dtype(dtype_of(X));
+    check(X, d, weight, geometry, type);
+    const StageAxes axes(weight, geometry, d.size(1), d.size(2));
+    const Tensor out = new_tensor({d.size(0), axes.vertical.out(), axes.horizontal.out(), d.size(3)}, X, type);
     if (out.numel() == 0) return out;
-    const auto type = out.scalar_type();
     with_dtype(type, [&]<typename T>() {
-        const at::Tensor rows = X.to(type).contiguous(), slopes = d.to(type).contiguous();
-        const at::Tensor taps = weight.to(type).flatten(1).t().contiguous();
-        RowNorms<T>(rows, slopes, taps, StageAxes(weight, geometry, d.size(1), d.size(2)), bias, out).run();
+        const Tensor rows = as_contiguous(to_dtype(X, type)), slopes = as_contiguous(to_dtype(d, type));
+        const Tensor taps =
+            as_contiguous(torch::stable::transpose(torch::stable::flatten(to_dtype(weight, type), 1), 0, 1));
+        RowNorms<T>(rows, slopes, taps, axes, bias, out).run();
     });
     return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m, "depthwise_row_norms(Tensor X, Tensor d, Tensor weight, int[] geometry, bool bias) -> Tensor",
-                      depthwise_row_norms, depthwise_row_norms_meta);
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def("depthwise_row_norms(Tensor X, Tensor d, Tensor weight, int[] geometry, bool bias) -> Tensor");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("depthwise_row_norms", TORCH_BOX(&depthwise_row_norms)); }
 
 }  // namespace
 }  // namespace s3d

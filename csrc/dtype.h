@@ -1,21 +1,26 @@
 // Chooses between float and double, the types that operators compute in.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
-
 #include <list>
+#include <stdexcept>
 #include <tuple>
+
+#include "tensor.h"
 
 namespace s3d {
 
-inline bool is_compute_dtype(at::ScalarType type) { return type == at::kFloat || type == at::kDouble; }
+inline bool is_compute_dtype(ScalarType type) { return type == ScalarType::Float || type == ScalarType::Double; }
+
+// Returns the type that operators compute in if rows are stored as `stored`; of a type that they refuse, float32.
+inline ScalarType compute_dtype(ScalarType stored) {
+    return stored == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
 
 // Calls function.operator()<T>() with T = float or T = double. The caller has checked the dtype.
 template <typename Function>
-void with_dtype(at::ScalarType type, const Function& function) {
-    if (type == at::kFloat) return function.template operator()<float>();
-    TORCH_INTERNAL_ASSERT(type == at::kDouble, "no kernel computes in ", type);
+void with_dtype(ScalarType type, const Function& function) {
+    if (type == ScalarType::Float) return function.template operator()<float>();
+    if (type != ScalarType::Double) throw std::logic_error("no kernel computes in this dtype");
     function.template operator()<double>();
 }
 

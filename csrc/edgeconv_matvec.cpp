@@ -10,7 +10,6 @@
 
 #include "checks.h"
 #include "dtype.h"
-#include "operator.h"
 #include "panels.h"
 
 namespace s3d {
@@ -21,33 +20,33 @@ constexpr int64_t tasks_per_thread = 8;
 
 // The optional arguments for ties: runner and K, or all four.
 struct TieTensors {
-    std::optional<at::Tensor> runner, K, d1, d2;
+    OptionalTensor runner, K, d1, d2;
 };
 
 template <typename T>
 class EdgeConvProduct {
  public:
     // The last dimension of `winner` and of `ties.runner` is contiguous.
-    EdgeConvProduct(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const TieTensors& ties,
-                    const at::Tensor& V, bool bias, const at::Tensor& out)
+    EdgeConvProduct(const Tensor& X, const Tensor& winner, const Tensor& C, const TieTensors& ties, const Tensor& V,
+                    bool bias, const Tensor& out)
         : kernel_(kernels<T>()),
           X_(X),
           C_(C),
           V_(V),
-          winner_(winner.const_data_ptr<int64_t>()),
+          winner_(data_of<int64_t>(winner)),
           winner_strides_{winner.stride(0), winner.stride(1)},
           cloud_strides_{X.stride(0), C.stride(0)},
-          out_(out.mutable_data_ptr<T>()),
+          out_(mutable_data_of<T>(out)),
           bias_(bias),
           clouds_(X.size(0)),
           points_(X.size(1)),
           features_(X.size(2)),
           panels_(V.dim() == 3 ? V.size(0) : 1, V.size(-2), kernel_.width),
           sums_size_((2 * features_ + 1) * panels_.width),
-          slices_(std::clamp<int64_t>(ceil_div(at::get_num_threads() * tasks_per_thread, panels_.size()), 1, clouds_)),
+          slices_(std::clamp<int64_t>(ceil_div(thread_count() * tasks_per_thread, panels_.size()), 1, clouds_)),
           partials_(new T[slices_ * panels_.size() * sums_size_]) {
         if (!ties.runner) return;
-        runner_ = ties.runner->const_data_ptr<int64_t>();
+        runner_ = data_of<int64_t>(*ties.runner);
         runner_strides_[0] = ties.runner->stride(0);
         runner_strides_[1] = ties.runner->stride(1);
         for (const auto& tensor : {ties.K, ties.d1, ties.d2}) {
@@ -62,7 +61,7 @@ class EdgeConvProduct {
         run_tasks(slices_ * panels_.size(), [&](int64_t task) {
             if (!run_task(task % slices_, task / slices_)) in_range = false;
         });
-        TORCH_CHECK_INDEX(in_range, runner_ ? "winner and runner" : "winner", " must lie in [0, ", points_, ")");
+        CHECK_INDEX(in_range, runner_ ? "winner and runner" : "winner", " must lie in [0, ", points_, ")");
         run_tasks(panels_.size(), [&](int64_t panel) {
             const PanelPlace place = panels_[panel];
             const int64_t depth = 2 * features_ + bias_;
@@ -172,44 +171,42 @@ class EdgeConvProduct {
     std::vector<int64_t> tie_strides_;         // between clouds
 };
 
-using OptionalTensor = std::optional<at::Tensor>;
-
-void check_index(const char* name, const at::Tensor& index, const at::Tensor& C) {
-    check_dtype(name, index, at::kLong);
-    TORCH_CHECK_VALUE(index.sizes() == C.sizes(), name, " must have shape ", C.sizes(), ", got ", index.sizes());
-    check_device(name, index, C);
+void check_index(const char* name, const Tensor& index, const Tensor& C) {
+    check_dtype(name, index, ScalarType::Long);
+    CHECK_VALUE(index.sizes() == C.sizes(), name, " must have shape ", C.sizes(), ", got ", index.sizes());
+    check_device(name, index);
 }
 
-at::Tensor edgeconv_matvec_meta(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
-                                bool bias, const OptionalTensor& runner, const OptionalTensor& K,
-                                const OptionalTensor& d1, const OptionalTensor& d2) {
+void check(const Tensor& X, const Tensor& winner, const Tensor& C, const Tensor& V, bool bias,
+           const OptionalTensor& runner, const OptionalTensor& K, const OptionalTensor& d1, const OptionalTensor& d2) {
     check_compute_dtype("V", V);
-    check_storage("X", X, V);
-    check_storage("C", C, V);
-    TORCH_CHECK_VALUE(X.dim() == 3, "X must have shape (B, P, F), got ", X.sizes());
-    TORCH_CHECK_VALUE(C.dim() == 3 && C.size(0) == X.size(0) && C.size(1) == X.size(1), "C must have shape (",
-                      X.size(0), ", ", X.size(1), ", M), got ", C.sizes());
+    const ScalarType type = V.scalar_type();
+    check_storage("X", X, type);
+    check_storage("C", C, type);
+    CHECK_VALUE(X.dim() == 3, "X must have shape (B, P, F), got ", X.sizes());
+    CHECK_VALUE(C.dim() == 3 && C.size(0) == X.size(0) && C.size(1) == X.size(1), "C must have shape (", X.size(0),
+                ", ", X.size(1), ", M), got ", C.sizes());
     check_index("winner", winner, C);
-    TORCH_CHECK_VALUE(runner.has_value() == K.has_value() && d1.has_value() == d2.has_value() && (K || !d1),
-                      "runner and K must be given together, and d1 and d2 with both of them");
+    CHECK_VALUE(runner.has_value() == K.has_value() && d1.has_value() == d2.has_value() && (K || !d1),
+                "runner and K must be given together, and d1 and d2 with both of them");
     if (runner) check_index("runner", *runner, C);
     const std::pair<const char*, const OptionalTensor*> coefficients[] = {{"K", &K}, {"d1", &d1}, {"d2", &d2}};
     for (const auto& [name, tensor] : coefficients) {
         if (!*tensor) continue;
-        check_storage(name, **tensor, V);
-        TORCH_CHECK_VALUE((*tensor)->sizes() == C.sizes(), name, " must have shape ", C.sizes(), ", got ",
-                          (*tensor)->sizes());
+        check_storage(name, **tensor, type);
+        CHECK_VALUE((*tensor)->sizes() == C.sizes(), name, " must have shape ", C.sizes(), ", got ",
+                    (*tensor)->sizes());
     }
     check_vectors(V, C.size(2), 2 * X.size(2) + bias);
-    return at::empty(V.sizes(), V.options());
 }
 
-at::Tensor edgeconv_matvec(const at::Tensor& X, const at::Tensor& winner, const at::Tensor& C, const at::Tensor& V,
-                           bool bias, const OptionalTensor& runner, const OptionalTensor& K, const OptionalTensor& d1,
-                           const OptionalTensor& d2) {
-    at::Tensor result = edgeconv_matvec_meta(X, winner, C, V, bias, runner, K, d1, d2);
-    if (result.numel() == 0 || C.numel() == 0) return result.zero_();
-    const auto dense = [](const at::Tensor& index) { return index.stride(-1) == 1 ? index : index.contiguous(); };
+Tensor edgeconv_matvec(const Tensor& X, const Tensor& winner, const Tensor& C, const Tensor& V, bool bias,
+                       const OptionalTensor& runner, const OptionalTensor& K, const OptionalTensor& d1,
+                       const OptionalTensor& d2) {
+    check(X, winner, C, V, bias, runner, K, d1, d2);
+    Tensor result = new_like(V);
+    if (result.numel() == 0 || C.numel() == 0) return torch::stable::zero_(result);
+    const auto dense = [](const Tensor& index) { return index.stride(-1) == 1 ? index : as_contiguous(index); };
     TieTensors ties{runner, K, d1, d2};
     if (runner) ties.runner = dense(*runner);
     with_dtype(V.scalar_type(),
@@ -217,12 +214,13 @@ at::Tensor edgeconv_matvec(const at::Tensor& X, const at::Tensor& winner, const 
     return result;
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m,
-                      "edgeconv_matvec(Tensor X, Tensor winner, Tensor C, Tensor V, bool bias, Tensor? runner=None, "
-                      "Tensor? K=None, Tensor? d1=None, Tensor? d2=None) -> Tensor",
-                      edgeconv_matvec, edgeconv_matvec_meta);
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def(
+        "edgeconv_matvec(Tensor X, Tensor winner, Tensor C, Tensor V, bool bias, Tensor? runner=None, Tensor? K=None, "
+        "Tensor? d1=None, Tensor? d2=None) -> Tensor");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("edgeconv_matvec", TORCH_BOX(&edgeconv_matvec)); }
 
 }  // namespace
 }  // namespace s3d

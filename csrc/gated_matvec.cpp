@@ -7,7 +7,6 @@
 #include "checks.h"
 #include "dtype.h"
 #include "layers.h"
-#include "operator.h"
 
 namespace s3d {
 namespace {
@@ -22,8 +21,8 @@ struct GatedLayer {
     LayerSums<T> sums;
     int64_t depth, rows_per_tile;  // depth: of one half
 
-    GatedLayer(const at::Tensor& x, const at::Tensor& first, const at::Tensor& mixed,
-               const std::optional<at::Tensor>& second, const at::Tensor& v, bool bias, const at::Tensor& result)
+    GatedLayer(const Tensor& x, const Tensor& first, const Tensor& mixed, const OptionalTensor& second, const Tensor& v,
+               bool bias, const Tensor& result)
         : kernel(kernels<T>()),
           X(Matrix<T>(x), bias),
           c11(first),
@@ -85,25 +84,26 @@ struct GatedLayer {
     }
 };
 
-at::Tensor gated_matvec_meta(const at::Tensor& X, const at::Tensor& c11, const at::Tensor& c12,
-                             const std::optional<at::Tensor>& c22, const at::Tensor& V, bool bias) {
+void check(const Tensor& X, const Tensor& c11, const Tensor& c12, const OptionalTensor& c22, const Tensor& V,
+           bool bias) {
     check_compute_dtype("V", V);
-    check_storage("X", X, V);
-    TORCH_CHECK_VALUE(X.dim() == 2, "X must have shape (N, D), got ", X.sizes());
-    check_coefficients("c11", c11, X, V);
-    check_coefficients("c12", c12, X, V);
-    TORCH_CHECK_VALUE(c12.sizes() == c11.sizes(), "c12 must have shape ", c11.sizes(), ", got ", c12.sizes());
+    const ScalarType type = V.scalar_type();
+    check_storage("X", X, type);
+    CHECK_VALUE(X.dim() == 2, "X must have shape (N, D), got ", X.sizes());
+    check_coefficients("c11", c11, X, type);
+    check_coefficients("c12", c12, X, type);
+    CHECK_VALUE(c12.sizes() == c11.sizes(), "c12 must have shape ", c11.sizes(), ", got ", c12.sizes());
     if (c22) {
-        check_coefficients("c22", *c22, X, V);
-        TORCH_CHECK_VALUE(c22->sizes() == c11.sizes(), "c22 must have shape ", c11.sizes(), ", got ", c22->sizes());
+        check_coefficients("c22", *c22, X, type);
+        CHECK_VALUE(c22->sizes() == c11.sizes(), "c22 must have shape ", c11.sizes(), ", got ", c22->sizes());
     }
     check_vectors(V, c11.size(1), 2 * (X.size(1) + bias));
-    return result_like(V);
 }
 
-at::Tensor gated_matvec(const at::Tensor& X, const at::Tensor& c11, const at::Tensor& c12,
-                        const std::optional<at::Tensor>& c22, const at::Tensor& V, bool bias) {
-    at::Tensor result = gated_matvec_meta(X, c11, c12, c22, V, bias);
+Tensor gated_matvec(const Tensor& X, const Tensor& c11, const Tensor& c12, const OptionalTensor& c22, const Tensor& V,
+                    bool bias) {
+    check(X, c11, c12, c22, V, bias);
+    const Tensor result = new_like(V);
     if (result.numel() == 0) return result;
     with_dtype(V.scalar_type(), [&]<typename T>() {
         std::list<GatedLayer<T>> layers;
@@ -113,10 +113,11 @@ at::Tensor gated_matvec(const at::Tensor& X, const at::Tensor& c11, const at::Te
     return result;
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m, "gated_matvec(Tensor X, Tensor c11, Tensor c12, Tensor? c22, Tensor V, bool bias) -> Tensor",
-                      gated_matvec, gated_matvec_meta);
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def("gated_matvec(Tensor X, Tensor c11, Tensor c12, Tensor? c22, Tensor V, bool bias) -> Tensor");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("gated_matvec", TORCH_BOX(&gated_matvec)); }
 
 }  // namespace
 }  // namespace s3d

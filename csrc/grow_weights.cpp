@@ -1,15 +1,11 @@
 // Computes the weights of layers after splits, for all layers in one call and in one pass over the new weights:
 //     out[r, i, :] = (row_scale[r] * weight[rows[r], columns[i], :]
 //                     + shift_scale * shift[shift_rows[r], columns[i], :]) * column_scale[i]
-#include <ATen/core/List.h>
-#include <ATen/ops/arange.h>
-
 #include <algorithm>
 
 #include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
-#include "operator.h"
 #include "parallel.h"
 
 namespace s3d {
@@ -17,96 +13,88 @@ namespace {
 
 constexpr int64_t entries_per_task = 1 << 15;
 
-using Optional = std::optional<at::Tensor>;
-
 // The arguments of one weight: see reference.grow_weight.
 struct Arguments {
-    at::Tensor weight, rows;
-    Optional row_scale, shift, shift_rows, columns, column_scale;
+    Tensor weight, rows;
+    OptionalTensor row_scale, shift, shift_rows, columns, column_scale;
     double shift_scale;
 };
 
 // Raises unless the tensor is a vector of this size. Any size is good if `size` is negative.
-void check_vector(const char* name, const at::Tensor& tensor, at::ScalarType type, const at::Tensor& weight,
-                  int64_t size) {
+void check_vector(const char* name, const Tensor& tensor, ScalarType type, int64_t size) {
     check_dtype(name, tensor, type);
-    TORCH_CHECK_VALUE(tensor.dim() == 1 && (size < 0 || tensor.size(0) == size), name, " must have shape (",
-                      size < 0 ? tensor.numel() : size, "), got ", tensor.sizes());
-    check_device(name, tensor, weight);
+    CHECK_VALUE(tensor.dim() == 1 && (size < 0 || tensor.size(0) == size), name, " must have shape (",
+                size < 0 ? tensor.numel() : size, "), got ", tensor.sizes());
+    check_device(name, tensor);
 }
 
 // The index is contiguous.
-void check_range(const char* name, const at::Tensor& index, int64_t low, int64_t high) {
-    const int64_t* data = index.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < index.numel(); ++i) {
-        TORCH_CHECK_INDEX(low <= data[i] && data[i] < high, name, " must lie in [", low, ", ", high, "), got ",
-                          data[i]);
+void check_range(const char* name, const Tensor& index, int64_t low, int64_t high) {
+    const int64_t* data = data_of<int64_t>(index);
+    for (int64_t i = 0, count = index.numel(); i < count; ++i) {
+        CHECK_INDEX(low <= data[i] && data[i] < high, name, " must lie in [", low, ", ", high, "), got ", data[i]);
     }
 }
 
 // Checks everything except the ranges of indices, and returns an empty tensor of the new shape.
-at::Tensor grown_like(const Arguments& given) {
-    const at::Tensor &weight = given.weight, &rows = given.rows;
-    const at::ScalarType type = weight.scalar_type();
+Tensor grown_like(const Arguments& given) {
+    const Tensor &weight = given.weight, &rows = given.rows;
     check_compute_dtype("weight", weight);
-    TORCH_CHECK_VALUE(weight.dim() >= 1, "weight must have at least one dimension");
-    check_vector("rows", rows, at::kLong, weight, -1);
-    if (given.row_scale) check_vector("row_scale", *given.row_scale, type, weight, rows.size(0));
+    const ScalarType type = weight.scalar_type();
+    CHECK_VALUE(weight.dim() >= 1, "weight must have at least one dimension");
+    check_vector("rows", rows, ScalarType::Long, -1);
+    if (given.row_scale) check_vector("row_scale", *given.row_scale, type, rows.size(0));
     if (given.shift) {
-        const at::Tensor& shift = *given.shift;
+        const Tensor& shift = *given.shift;
         check_dtype("shift", shift, type);
-        TORCH_CHECK_VALUE(shift.dim() == weight.dim() && shift.sizes().slice(1) == weight.sizes().slice(1),
-                          "shift must have rows of shape ", weight.sizes().slice(1), ", got ", shift.sizes());
-        TORCH_CHECK_VALUE(given.shift_rows || shift.size(0) == rows.size(0), "shift must have ", rows.size(0),
-                          " rows, got ", shift.size(0));
-        check_device("shift", shift, weight);
+        CHECK_VALUE(shift.dim() == weight.dim() && shift.sizes().slice(1) == weight.sizes().slice(1),
+                    "shift must have rows of shape ", weight.sizes().slice(1), ", got ", shift.sizes());
+        CHECK_VALUE(given.shift_rows || shift.size(0) == rows.size(0), "shift must have ", rows.size(0), " rows, got ",
+                    shift.size(0));
+        check_device("shift", shift);
     }
-    TORCH_CHECK_VALUE(given.shift || !given.shift_rows, "shift_rows needs shift, got shift_rows alone");
-    if (given.shift_rows) check_vector("shift_rows", *given.shift_rows, at::kLong, weight, rows.size(0));
+    CHECK_VALUE(given.shift || !given.shift_rows, "shift_rows needs shift, got shift_rows alone");
+    if (given.shift_rows) check_vector("shift_rows", *given.shift_rows, ScalarType::Long, rows.size(0));
     std::vector<int64_t> sizes = weight.sizes().vec();
     sizes[0] = rows.size(0);
     if (given.columns || given.column_scale) {
-        TORCH_CHECK_VALUE(weight.dim() >= 2, "weight must have columns, got shape ", weight.sizes());
+        CHECK_VALUE(weight.dim() >= 2, "weight must have columns, got shape ", weight.sizes());
         if (given.columns) {
-            check_vector("columns", *given.columns, at::kLong, weight, -1);
+            check_vector("columns", *given.columns, ScalarType::Long, -1);
             sizes[1] = given.columns->size(0);
         }
-        if (given.column_scale) check_vector("column_scale", *given.column_scale, type, weight, sizes[1]);
+        if (given.column_scale) check_vector("column_scale", *given.column_scale, type, sizes[1]);
     }
-    return at::empty(sizes, weight.options().memory_format(at::MemoryFormat::Contiguous));
+    return new_tensor(sizes, weight, type);
 }
-
-Optional contiguous(const Optional& tensor) { return tensor ? Optional(tensor->contiguous()) : std::nullopt; }
 
 // Returns the arguments with all tensors contiguous, after a check of all indices.
 Arguments prepared(const Arguments& given) {
-    Arguments result{given.weight.contiguous(),      given.rows.contiguous(),
-                     contiguous(given.row_scale),    contiguous(given.shift),
-                     contiguous(given.shift_rows),   contiguous(given.columns),
-                     contiguous(given.column_scale), given.shift_scale};
+    Arguments result{as_contiguous(given.weight),       as_contiguous(given.rows),
+                     as_contiguous(given.row_scale),    as_contiguous(given.shift),
+                     as_contiguous(given.shift_rows),   as_contiguous(given.columns),
+                     as_contiguous(given.column_scale), given.shift_scale};
     check_range("rows", result.rows, 0, result.weight.size(0));
     if (result.shift_rows) check_range("shift_rows", *result.shift_rows, -1, result.shift->size(0));
     if (result.columns) check_range("columns", *result.columns, 0, result.weight.size(1));
-    // The kernel takes a scale of columns only together with columns.
-    if (result.column_scale && !result.columns) {
-        result.columns = at::arange(result.weight.size(1), result.rows.options());
-    }
     return result;
 }
 
 template <typename T>
-const T* data_or_null(const Optional& tensor) {
-    return tensor ? tensor->const_data_ptr<T>() : nullptr;
+const T* data_or_null(const OptionalTensor& tensor) {
+    return tensor ? data_of<T>(*tensor) : nullptr;
 }
 
-// The columns in the form that the kernel reads. Each index of `columns` stands for `inner` neighbouring entries.
+// The columns in the form that the kernel reads. Each of `count` columns stands for `inner` neighbouring entries.
 template <typename T>
 class ColumnPlan {
  public:
-    ColumnPlan(const at::Tensor& columns, const Optional& column_scale, int64_t inner, int64_t row_size, int64_t lanes)
-        : index_(columns.numel() * inner), place_(index_.size()), first_(index_.size() / lanes) {
-        const int64_t* from = columns.const_data_ptr<int64_t>();
-        for (size_t i = 0; i < index_.size(); ++i) index_[i] = from[i / inner] * inner + i % inner;
+    // If columns is null, column i copies column i. If scale is null, it is 1.
+    ColumnPlan(const int64_t* columns, const T* scale, int64_t count, int64_t inner, int64_t row_size, int64_t lanes)
+        : index_(count * inner), place_(index_.size()), first_(index_.size() / lanes) {
+        for (size_t i = 0; i < index_.size(); ++i) {
+            index_[i] = columns ? columns[i / inner] * inner + i % inner : static_cast<int64_t>(i);
+        }
         for (size_t block = 0; block < first_.size(); ++block) {
             const int64_t* entries = index_.data() + block * lanes;
             const int64_t first = std::min(*std::min_element(entries, entries + lanes), row_size - lanes);
@@ -116,8 +104,7 @@ class ColumnPlan {
                 place_[block * lanes + i] = static_cast<Integer<T>>(entries[i] - first);
             }
         }
-        if (!column_scale) return;
-        const T* scale = column_scale->const_data_ptr<T>();
+        if (!scale) return;
         scale_.resize(index_.size());
         for (size_t i = 0; i < index_.size(); ++i) scale_[i] = scale[i / inner];
     }
@@ -136,23 +123,24 @@ class ColumnPlan {
 template <typename T>
 class Growth {
  public:
-    Growth(const Arguments& prepared, const at::Tensor& out)
+    Growth(const Arguments& prepared, const Tensor& out)
         : kernel_(kernels<T>()),
           arguments_(prepared),
-          old_(arguments_.weight.const_data_ptr<T>()),
+          old_(data_of<T>(arguments_.weight)),
           row_scale_(data_or_null<T>(arguments_.row_scale)),
           shift_(data_or_null<T>(arguments_.shift)),
           shift_scale_(static_cast<T>(arguments_.shift_scale)),
-          rows_(arguments_.rows.const_data_ptr<int64_t>()),
+          rows_(data_of<int64_t>(arguments_.rows)),
           shift_rows_(data_or_null<int64_t>(arguments_.shift_rows)),
-          out_(out.mutable_data_ptr<T>()),
+          out_(mutable_data_of<T>(out)),
           old_size_(arguments_.weight.numel() / arguments_.weight.size(0)),
           new_rows_(arguments_.rows.numel()),
           new_size_(out.numel() / new_rows_),
           rows_per_task_(std::max<int64_t>(1, entries_per_task / new_size_)) {
-        if (!arguments_.columns) return;
-        plan_.emplace(*arguments_.columns, arguments_.column_scale, old_size_ / arguments_.weight.size(1), old_size_,
-                      kernel_.lanes);
+        // The kernel takes a scale of columns only together with columns.
+        if (!arguments_.columns && !arguments_.column_scale) return;
+        plan_.emplace(data_or_null<int64_t>(arguments_.columns), data_or_null<T>(arguments_.column_scale), out.size(1),
+                      old_size_ / arguments_.weight.size(1), old_size_, kernel_.lanes);
         columns_ = plan_->view();
     }
 
@@ -197,14 +185,9 @@ void run_all(const std::list<Growth<T>>& growths) {
     run_tasks(tasks.size(), [&](int64_t i) { tasks[i].first->run(tasks[i].second); });
 }
 
-std::vector<at::Tensor> grow_meta(const std::vector<Arguments>& arguments) {
-    std::vector<at::Tensor> results;
+Tensors grow(const std::vector<Arguments>& arguments) {
+    Tensors results;
     for (const Arguments& given : arguments) results.push_back(grown_like(given));
-    return results;
-}
-
-std::vector<at::Tensor> grow(const std::vector<Arguments>& arguments) {
-    const std::vector<at::Tensor> results = grow_meta(arguments);
     ItemsByDtype<Growth> growths;
     for (size_t i = 0; i < results.size(); ++i) {
         const Arguments ready = prepared(arguments[i]);
@@ -215,34 +198,32 @@ std::vector<at::Tensor> grow(const std::vector<Arguments>& arguments) {
     return results;
 }
 
-using OptionalTensors = c10::List<Optional>;
+using OptionalTensors = std::vector<OptionalTensor>;
 
-// Makes an operator of a function of the arguments of all weights. Each list has one entry per weight.
-template <auto function>
-std::vector<at::Tensor> grow_weights(at::TensorList weight, at::TensorList rows, const OptionalTensors& row_scale,
-                                     const OptionalTensors& shift, const OptionalTensors& shift_rows,
-                                     const OptionalTensors& columns, const OptionalTensors& column_scale,
-                                     at::ArrayRef<double> shift_scale) {
+// Each list has one entry per weight.
+Tensors grow_weights(const Tensors& weight, const Tensors& rows, const OptionalTensors& row_scale,
+                     const OptionalTensors& shift, const OptionalTensors& shift_rows, const OptionalTensors& columns,
+                     const OptionalTensors& column_scale, const std::vector<double>& shift_scale) {
     const size_t count = weight.size();
-    TORCH_CHECK_VALUE(rows.size() == count && row_scale.size() == count && shift.size() == count &&
-                          shift_rows.size() == count && columns.size() == count && column_scale.size() == count &&
-                          shift_scale.size() == count,
-                      "each list must have one entry per weight, of which there are ", count);
+    CHECK_VALUE(rows.size() == count && row_scale.size() == count && shift.size() == count &&
+                    shift_rows.size() == count && columns.size() == count && column_scale.size() == count &&
+                    shift_scale.size() == count,
+                "each list must have one entry per weight, of which there are ", count);
     std::vector<Arguments> arguments;
     for (size_t i = 0; i < count; ++i) {
-        arguments.push_back({weight[i], rows[i], row_scale.get(i), shift.get(i), shift_rows.get(i), columns.get(i),
-                             column_scale.get(i), shift_scale[i]});
+        arguments.push_back(
+            {weight[i], rows[i], row_scale[i], shift[i], shift_rows[i], columns[i], column_scale[i], shift_scale[i]});
     }
-    return function(arguments);
+    return grow(arguments);
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(
-        m,
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def(
         "grow_weights(Tensor[] weight, Tensor[] rows, Tensor?[] row_scale, Tensor?[] shift, Tensor?[] shift_rows, "
-        "Tensor?[] columns, Tensor?[] column_scale, float[] shift_scale) -> Tensor[]",
-        grow_weights<grow>, grow_weights<grow_meta>);
+        "Tensor?[] columns, Tensor?[] column_scale, float[] shift_scale) -> Tensor[]");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("grow_weights", TORCH_BOX(&grow_weights)); }
 
 }  // namespace
 }  // namespace s3d

@@ -4,7 +4,6 @@
 #include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
-#include "operator.h"
 #include "parallel.h"
 
 namespace s3d {
@@ -32,25 +31,27 @@ T maximum(T a, T b) {
 }
 
 template <typename T>
-void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor& alpha, const at::Tensor& beta,
-            const at::Tensor& length, const at::Tensor& scale, int64_t step) {
+void extend(const Tensor& basis, const Tensor& product, const Tensor& alpha, const Tensor& beta, const Tensor& length,
+            const Tensor& scale, int64_t step) {
     const int64_t filters = basis.size(0), width = basis.size(2);
     const T noise = std::numeric_limits<T>::epsilon() * (T(10) + std::sqrt(static_cast<T>(width)));
     const int64_t per_task = std::max<int64_t>(1, 20000 / ((step + 1) * width));
     const Kernels<T>& kernel = kernels<T>();
-    T* const spaces = basis.mutable_data_ptr<T>();
-    T* const diagonals = alpha.mutable_data_ptr<T>();
-    T* const couplings = beta.mutable_data_ptr<T>();
-    T* const scales = scale.mutable_data_ptr<T>();
-    int64_t* const lengths = length.mutable_data_ptr<int64_t>();
-    const T* const products = product.const_data_ptr<T>();
+    T* const spaces = mutable_data_of<T>(basis);
+    T* const diagonals = mutable_data_of<T>(alpha);
+    T* const couplings = mutable_data_of<T>(beta);
+    T* const scales = mutable_data_of<T>(scale);
+    int64_t* const lengths = mutable_data_of<int64_t>(length);
+    const T* const products = data_of<T>(product);
+    const int64_t basis_stride = basis.stride(0), product_stride = product.stride(0);
+    const int64_t alpha_stride = alpha.stride(0), beta_stride = beta.stride(0);
     run_tasks(ceil_div(filters, per_task), [&](int64_t task) {
         std::vector<T> components(step + 1);
         for (int64_t j = task * per_task; j < std::min(filters, (task + 1) * per_task); ++j) {
-            T* vectors = spaces + j * basis.stride(0);
+            T* vectors = spaces + j * basis_stride;
             T* next = vectors + (step + 1) * width;
-            T* const off_diagonal = couplings + j * beta.stride(0);
-            T& a = diagonals[j * alpha.stride(0) + step];
+            T* const off_diagonal = couplings + j * beta_stride;
+            T& a = diagonals[j * alpha_stride + step];
             T& b = off_diagonal[step];
             T& largest = scales[j];
             int64_t& dimension = lengths[j];
@@ -61,7 +62,7 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
                 continue;
             }
             dimension = step + 1;
-            const T* from = products + j * product.stride(0);
+            const T* from = products + j * product_stride;
             std::copy(from, from + width, next);
             a = kernel.dot(vectors + step * width, next, width);
             // The first pass removes the components along the space. The second pass removes what rounding left of
@@ -79,51 +80,50 @@ void extend(const at::Tensor& basis, const at::Tensor& product, const at::Tensor
     });
 }
 
-void krylov_extend_meta(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,
-                        at::Tensor& length, at::Tensor& scale, int64_t step) {
+void check(const Tensor& basis, const Tensor& product, const Tensor& alpha, const Tensor& beta, const Tensor& length,
+           const Tensor& scale, int64_t step) {
     check_compute_dtype("basis", basis);
-    TORCH_CHECK_VALUE(basis.dim() == 3 && basis.size(2) > 0 && basis.is_contiguous(),
-                      "basis must be contiguous and must have shape (M, capacity, D) with D > 0, got ", basis.sizes());
+    CHECK_VALUE(basis.dim() == 3 && basis.size(2) > 0 && basis.is_contiguous(),
+                "basis must be contiguous and must have shape (M, capacity, D) with D > 0, got ", basis.sizes());
     const int64_t filters = basis.size(0);
-    TORCH_CHECK_VALUE(0 <= step && step < basis.size(1) - 1, "step must lie in [0, ", basis.size(1) - 1, "), got ",
-                      step);
-    TORCH_CHECK_VALUE(product.dim() == 2 && product.size(0) == filters && product.size(1) == basis.size(2),
-                      "product must have shape (", filters, ", ", basis.size(2), "), got ", product.sizes());
-    for (const at::Tensor* numbers : {&alpha, &beta}) {
-        TORCH_CHECK_VALUE(
+    CHECK_VALUE(0 <= step && step < basis.size(1) - 1, "step must lie in [0, ", basis.size(1) - 1, "), got ", step);
+    CHECK_VALUE(product.dim() == 2 && product.size(0) == filters && product.size(1) == basis.size(2),
+                "product must have shape (", filters, ", ", basis.size(2), "), got ", product.sizes());
+    for (const Tensor* numbers : {&alpha, &beta}) {
+        CHECK_VALUE(
             numbers->dim() == 2 && numbers->size(0) == filters && numbers->size(1) > step && numbers->is_contiguous(),
             "alpha and beta must be contiguous and must have shape (", filters, ", steps) with steps > ", step,
             ", got ", numbers->sizes());
     }
-    TORCH_CHECK_VALUE(length.dim() == 1 && length.size(0) == filters && length.is_contiguous(),
-                      "length must be contiguous and must have shape (", filters, "), got ", length.sizes());
-    TORCH_CHECK_VALUE(scale.dim() == 1 && scale.size(0) == filters && scale.is_contiguous(),
-                      "scale must be contiguous and must have shape (", filters, "), got ", scale.sizes());
-    check_dtype("length", length, at::kLong);
-    check_device("length", length, basis);
-    const std::pair<const char*, const at::Tensor*> others[] = {
+    CHECK_VALUE(length.dim() == 1 && length.size(0) == filters && length.is_contiguous(),
+                "length must be contiguous and must have shape (", filters, "), got ", length.sizes());
+    CHECK_VALUE(scale.dim() == 1 && scale.size(0) == filters && scale.is_contiguous(),
+                "scale must be contiguous and must have shape (", filters, "), got ", scale.sizes());
+    check_dtype("length", length, ScalarType::Long);
+    check_device("length", length);
+    const std::pair<const char*, const Tensor*> others[] = {
         {"product", &product}, {"alpha", &alpha}, {"beta", &beta}, {"scale", &scale}};
     for (const auto& [name, tensor] : others) {
         check_dtype(name, *tensor, basis.scalar_type());
-        check_device(name, *tensor, basis);
+        check_device(name, *tensor);
     }
 }
 
-void krylov_extend(at::Tensor& basis, const at::Tensor& product, at::Tensor& alpha, at::Tensor& beta,
-                   at::Tensor& length, at::Tensor& scale, int64_t step) {
-    krylov_extend_meta(basis, product, alpha, beta, length, scale, step);
-    const at::Tensor dense = product.contiguous();
+void krylov_extend(const Tensor& basis, const Tensor& product, const Tensor& alpha, const Tensor& beta,
+                   const Tensor& length, const Tensor& scale, int64_t step) {
+    check(basis, product, alpha, beta, length, scale, step);
+    const Tensor dense = as_contiguous(product);
+    for (const Tensor* changed : {&basis, &alpha, &beta, &length, &scale}) mark_changed(*changed);
     with_dtype(basis.scalar_type(), [&]<typename T>() { extend<T>(basis, dense, alpha, beta, length, scale, step); });
-    for (const at::Tensor* changed : {&basis, &alpha, &beta, &length, &scale}) mark_changed(*changed);
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(
-        m,
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def(
         "krylov_extend(Tensor(a!) basis, Tensor product, Tensor(b!) alpha, Tensor(c!) beta, Tensor(d!) length, "
-        "Tensor(e!) scale, int step) -> ()",
-        krylov_extend, krylov_extend_meta);
+        "Tensor(e!) scale, int step) -> ()");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("krylov_extend", TORCH_BOX(&krylov_extend)); }
 
 }  // namespace
 }  // namespace s3d

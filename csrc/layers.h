@@ -4,8 +4,6 @@
 // pass adds them in a fixed order, so that results do not depend on timing.
 #pragma once
 
-#include <ATen/ops/empty.h>
-
 #include <list>
 #include <memory>
 #include <utility>
@@ -33,10 +31,10 @@ template <typename T>
 class LayerSums {
  public:
     // V is (M, D) or (K, M, D), and `result` is contiguous and like V.
-    LayerSums(const at::Tensor& V, const at::Tensor& result, int64_t width)
+    LayerSums(const Tensor& V, const Tensor& result, int64_t width)
         : panels(V.dim() == 3 ? V.size(0) : 1, V.size(-2), width),
           depth(V.size(-1)),
-          out_(result.mutable_data_ptr<T>()) {}
+          out_(mutable_data_of<T>(result)) {}
 
     const PanelGrid panels;
     const int64_t depth;  // entries of a vector
@@ -102,7 +100,7 @@ class LayerSums {
 // that its data can have; and `run(task)`.
 template <typename Layer>
 void run_layers(std::list<Layer>& layers) {
-    const int64_t threads = at::get_num_threads();
+    const int64_t threads = thread_count();
     double total = 0;
     for (const Layer& layer : layers) total += layer.flops();
     const double per_task = std::max(least_flops_per_task, total / static_cast<double>(threads * tasks_per_thread));
@@ -125,11 +123,6 @@ template <typename T>
 int64_t rows_of_tile(int64_t depth) {
     constexpr int64_t most_rows = 96, bytes = 192 << 10;
     return std::clamp<int64_t>(bytes / (std::max<int64_t>(1, depth) * static_cast<int64_t>(sizeof(T))), 8, most_rows);
-}
-
-// The result is contiguous, even if V is not.
-inline at::Tensor result_like(const at::Tensor& V) {
-    return at::empty(V.sizes(), V.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 }  // namespace s3d

@@ -1,19 +1,19 @@
 // Reads tiles of a strided matrix of any storage type in the type of the computation.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstring>
 
 #include "kernels.h"
+#include "tensor.h"
 
 namespace s3d {
 
 enum class Storage { same, bfloat16, float16 };
 
-inline Storage storage_of(const at::Tensor& tensor) {
-    if (tensor.scalar_type() == at::kBFloat16) return Storage::bfloat16;
-    if (tensor.scalar_type() == at::kHalf) return Storage::float16;
+inline Storage storage_of(const Tensor& tensor) {
+    const ScalarType type = tensor.scalar_type();
+    if (type == ScalarType::BFloat16) return Storage::bfloat16;
+    if (type == ScalarType::Half) return Storage::float16;
     return Storage::same;
 }
 
@@ -25,7 +25,7 @@ struct Matrix {
 
     Matrix() = default;
     // The matrix is the last two dimensions of the tensor.
-    explicit Matrix(const at::Tensor& tensor)
+    explicit Matrix(const Tensor& tensor)
         : data(tensor.const_data_ptr()),
           storage(storage_of(tensor)),
           rows(tensor.size(-2)),

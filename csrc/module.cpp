@@ -1,20 +1,35 @@
-// Creates the library of operators, torch.ops.s3d_fast, and the Python module s3d_fast._C.
+// Creates the Python module s3d_fast._C. The operators, torch.ops.s3d_fast.*, register themselves in their own files.
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/extension.h>
-#include <torch/library.h>
 
+#include "errors.h"
 #include "kernels.h"
 
-// Each operator registers itself in its own file.
-TORCH_LIBRARY(s3d_fast, m) {}
+namespace s3d {
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+// PyTorch hands pybind11's exceptions on to Python, and turns all others into RuntimeError.
+void raise(Error kind, const std::string& message) {
+    switch (kind) {
+        case Error::type:
+            throw pybind11::type_error(message);
+        case Error::index:
+            throw pybind11::index_error(message);
+        case Error::value:
+            break;
+    }
+    throw pybind11::value_error(message);
+}
+
+}  // namespace s3d
+
+PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled CPU kernels; the operators themselves are torch.ops.s3d_fast.*.";
 #if defined(__clang__)
     m.attr("compiler") = "Clang " __clang_version__;
 #else
     m.attr("compiler") = "GCC " __VERSION__;
 #endif
+    m.attr("torch") = TORCH_VERSION;
     m.def("isa", [] { return std::string(s3d::isa().name); }, "Return the instruction set in use.");
     m.def("available_isas", s3d::available_isas, "Return the instruction sets that this processor has, best first.");
     m.def("compiled_isas", s3d::compiled_isas, "Return the instruction sets that were compiled, best first.");

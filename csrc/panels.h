@@ -29,8 +29,8 @@ struct Vectors {
     int64_t set_stride, filter_stride, entry_stride;
 
     // V is (M, D) or (K, M, D).
-    explicit Vectors(const at::Tensor& V)
-        : data(V.const_data_ptr<T>()),
+    explicit Vectors(const Tensor& V)
+        : data(data_of<T>(V)),
           set_stride(V.dim() == 3 ? V.stride(0) : 0),
           filter_stride(V.stride(-2)),
           entry_stride(V.stride(-1)) {}

@@ -1,23 +1,41 @@
 // Runs tasks on PyTorch's threads and gives each thread scratch memory.
 #pragma once
 
-#include <ATen/Parallel.h>
-
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
+#include <mutex>
 #include <new>
+
+#include "tensor.h"
 
 namespace s3d {
 
+inline int64_t thread_count() { return torch::stable::get_num_threads(); }
+
 // Calls task(i) for all i in [0, count). A thread takes the next task when it is free. Each task writes to its own
-// memory only, so that results do not depend on the order of tasks.
+// memory only, so that results do not depend on the order of tasks. If a task throws, so does this function.
 template <typename Task>
 void run_tasks(int64_t count, const Task& task) {
+    const int64_t threads = std::min(count, thread_count());
+    if (threads <= 1) {
+        for (int64_t i = 0; i < count; ++i) task(i);
+        return;
+    }
     std::atomic<int64_t> next{0};
-    at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-        for (int64_t i = next++; i < count; i = next++) task(i);
+    std::exception_ptr error;
+    std::once_flag failed;
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+        // No exception may pass through the C functions between the threads.
+        try {
+            for (int64_t i = next++; i < count; i = next++) task(i);
+        } catch (...) {
+            std::call_once(failed, [&] { error = std::current_exception(); });
+        }
     });
+    if (error) std::rethrow_exception(error);
 }
 
 // The scratch memory of one thread. It stays for the next call, because a new allocation costs a page fault per 4 KiB.

@@ -3,13 +3,10 @@
 // S_j is symmetric, so the pairs (a, b) with a <= b are enough. The products x_a x_b of a row are the same for all
 // filters. They are the rows of a matrix Y, and S = C^T Y is a product of panels. A task takes a block of panels, a
 // block of pairs and a slice of the rows.
-#include <ATen/MemoryOverlap.h>
-
 #include <memory>
 
 #include "checks.h"
 #include "dtype.h"
-#include "operator.h"
 #include "panels.h"
 
 namespace s3d {
@@ -27,11 +24,11 @@ template <typename T>
 class DenseMatrices {
  public:
     // With `add`, computes out += weight * S; without it, out = S.
-    DenseMatrices(const at::Tensor& X, const at::Tensor& C, bool bias, const at::Tensor& out, T weight, bool add)
+    DenseMatrices(const Tensor& X, const Tensor& C, bool bias, const Tensor& out, T weight, bool add)
         : kernel_(kernels<T>()),
           X_(Matrix<T>(X), bias, kernel_.lanes),
           C_(C),
-          out_(out.mutable_data_ptr<T>()),
+          out_(mutable_data_of<T>(out)),
           weight_(weight),
           add_(add),
           depth_(X_.depth()),
@@ -39,7 +36,7 @@ class DenseMatrices {
           panels_(1, C.size(1), kernel_.width),
           pair_blocks_(ceil_div(pairs_, pairs_per_block)),
           panel_blocks_(ceil_div(panels_.size(), panels_per_task)) {
-        const int64_t threads = at::get_num_threads();
+        const int64_t threads = thread_count();
         const int64_t size = slice_size();
         slices_ = ceil_div(threads * tasks_per_thread, pair_blocks_ * panel_blocks_);
         slices_ = std::min(slices_, C_.rows / (4 * tile_rows));
@@ -140,52 +137,45 @@ class DenseMatrices {
     std::unique_ptr<T[]> partials_;  // (slices, panels, pairs, width), or null if there is one slice
 };
 
-void compute(const at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight, bool add) {
+void compute(const Tensor& out, const Tensor& X, const Tensor& C, bool bias, double weight, bool add) {
     if (out.numel() == 0) return;
     with_dtype(out.scalar_type(),
                [&]<typename T>() { DenseMatrices<T>(X, C, bias, out, static_cast<T>(weight), add).run(); });
 }
 
-at::Tensor splitting_matrices_meta(const at::Tensor& X, const at::Tensor& C, bool bias) {
-    const auto type = X.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    TORCH_CHECK_VALUE(X.dim() == 2 && C.dim() == 2, "X must have shape (N, D) and C (N, M), got ", X.sizes(), " and ",
-                      C.sizes());
+Tensor splitting_matrices(const Tensor& X, const Tensor& C, bool bias) {
+    const ScalarType type = compute_dtype(dtype_of(X));
+    CHECK_VALUE(X.dim() == 2 && C.dim() == 2, "X must have shape (N, D) and C (N, M), got ", X.sizes(), " and ",
+                C.sizes());
+    check_rows(X, C, type);
     const int64_t depth = X.size(1) + bias;
-    const at::Tensor out = at::empty({C.size(1), depth, depth}, X.options().dtype(type));
-    check_rows(X, C, out);
-    return out;
-}
-
-at::Tensor splitting_matrices(const at::Tensor& X, const at::Tensor& C, bool bias) {
-    const at::Tensor out = splitting_matrices_meta(X, C, bias);
+    const Tensor out = new_tensor({C.size(1), depth, depth}, X, type);
     compute(out, X, C, bias, 1, false);
     return out;
 }
 
-void add_splitting_matrices_meta(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double) {
+// Computes out += weight * S.
+void add_splitting_matrices(const Tensor& out, const Tensor& X, const Tensor& C, bool bias, double weight) {
     check_compute_dtype("out", out);
-    check_rows(X, C, out);
+    check_rows(X, C, out.scalar_type());
     const int64_t depth = X.size(1) + bias;
     const std::vector<int64_t> wanted{C.size(1), depth, depth};
-    TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef(wanted), "out must have shape ", at::IntArrayRef(wanted), ", got ",
-                      out.sizes());
-    TORCH_CHECK_VALUE(out.is_contiguous(), "out must be contiguous");
-}
-
-// Computes out += weight * S.
-void add_splitting_matrices(at::Tensor& out, const at::Tensor& X, const at::Tensor& C, bool bias, double weight) {
-    add_splitting_matrices_meta(out, X, C, bias, weight);
-    at::assert_no_overlap(out, X);
-    at::assert_no_overlap(out, C);
-    compute(out, X, C, bias, weight, true);
+    CHECK_VALUE(out.sizes() == Integers(wanted), "out must have shape ", Integers(wanted), ", got ", out.sizes());
+    CHECK_VALUE(out.is_contiguous(), "out must be contiguous");
+    check_apart("out", out, "X", X);
+    check_apart("out", out, "C", C);
     mark_changed(out);
+    compute(out, X, C, bias, weight, true);
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m, "splitting_matrices(Tensor X, Tensor C, bool bias) -> Tensor", splitting_matrices,
-                      splitting_matrices_meta);
-    register_operator(m, "add_splitting_matrices(Tensor(a!) out, Tensor X, Tensor C, bool bias, float weight) -> ()",
-                      add_splitting_matrices, add_splitting_matrices_meta);
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def("splitting_matrices(Tensor X, Tensor C, bool bias) -> Tensor");
+    m.def("add_splitting_matrices(Tensor(a!) out, Tensor X, Tensor C, bool bias, float weight) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
+    m.impl("splitting_matrices", TORCH_BOX(&splitting_matrices));
+    m.impl("add_splitting_matrices", TORCH_BOX(&add_splitting_matrices));
 }
 
 }  // namespace

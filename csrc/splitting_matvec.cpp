@@ -5,7 +5,6 @@
 #include "checks.h"
 #include "dtype.h"
 #include "layers.h"
-#include "operator.h"
 
 namespace s3d {
 namespace {
@@ -19,7 +18,7 @@ struct Layer {
     LayerSums<T> sums;
     int64_t depth, rows_per_tile;
 
-    Layer(const at::Tensor& x, const at::Tensor& c, const at::Tensor& v, bool bias, const at::Tensor& result)
+    Layer(const Tensor& x, const Tensor& c, const Tensor& v, bool bias, const Tensor& result)
         : kernel(kernels<T>()),
           X(Matrix<T>(x), bias),
           C(c),
@@ -64,28 +63,21 @@ struct Layer {
     }
 };
 
-void check(const at::Tensor& X, const at::Tensor& C, const at::Tensor& V, bool bias) {
+void check(const Tensor& X, const Tensor& C, const Tensor& V, bool bias) {
     check_compute_dtype("V", V);
-    check_rows(X, C, V);
+    check_rows(X, C, V.scalar_type());
     check_vectors(V, C.size(1), X.size(1) + bias);
 }
 
-std::vector<at::Tensor> splitting_matvec_grouped_meta(at::TensorList X, at::TensorList C, at::TensorList V,
-                                                      c10::List<bool> bias) {
-    TORCH_CHECK_VALUE(X.size() == C.size() && X.size() == V.size() && X.size() == bias.size(),
-                      "X, C, V and bias must have one entry per layer, got ", X.size(), ", ", C.size(), ", ", V.size(),
-                      " and ", bias.size());
-    std::vector<at::Tensor> results;
+Tensors splitting_matvec_grouped(const Tensors& X, const Tensors& C, const Tensors& V, const std::vector<bool>& bias) {
+    CHECK_VALUE(X.size() == C.size() && X.size() == V.size() && X.size() == bias.size(),
+                "X, C, V and bias must have one entry per layer, got ", X.size(), ", ", C.size(), ", ", V.size(),
+                " and ", bias.size());
+    Tensors results;
     for (size_t i = 0; i < X.size(); ++i) {
         check(X[i], C[i], V[i], bias[i]);
-        results.push_back(result_like(V[i]));
+        results.push_back(new_like(V[i]));
     }
-    return results;
-}
-
-std::vector<at::Tensor> splitting_matvec_grouped(at::TensorList X, at::TensorList C, at::TensorList V,
-                                                 c10::List<bool> bias) {
-    std::vector<at::Tensor> results = splitting_matvec_grouped_meta(X, C, V, bias);
     ItemsByDtype<Layer> layers;
     for (size_t i = 0; i < results.size(); ++i) {
         if (results[i].numel() == 0) continue;
@@ -96,20 +88,18 @@ std::vector<at::Tensor> splitting_matvec_grouped(at::TensorList X, at::TensorLis
     return results;
 }
 
-at::Tensor splitting_matvec_meta(const at::Tensor& X, const at::Tensor& C, const at::Tensor& V, bool bias) {
-    check(X, C, V, bias);
-    return result_like(V);
+Tensor splitting_matvec(const Tensor& X, const Tensor& C, const Tensor& V, bool bias) {
+    return splitting_matvec_grouped({X}, {C}, {V}, {bias})[0];
 }
 
-at::Tensor splitting_matvec(const at::Tensor& X, const at::Tensor& C, const at::Tensor& V, bool bias) {
-    return splitting_matvec_grouped({X}, {C}, {V}, c10::List<bool>({bias}))[0];
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def("splitting_matvec(Tensor X, Tensor C, Tensor V, bool bias) -> Tensor");
+    m.def("splitting_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] V, bool[] bias) -> Tensor[]");
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m, "splitting_matvec(Tensor X, Tensor C, Tensor V, bool bias) -> Tensor", splitting_matvec,
-                      splitting_matvec_meta);
-    register_operator(m, "splitting_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] V, bool[] bias) -> Tensor[]",
-                      splitting_matvec_grouped, splitting_matvec_grouped_meta);
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
+    m.impl("splitting_matvec", TORCH_BOX(&splitting_matvec));
+    m.impl("splitting_matvec_grouped", TORCH_BOX(&splitting_matvec_grouped));
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include "checks.h"
 #include "dtype.h"
 #include "kernels.h"
-#include "operator.h"
 #include "parallel.h"
 #include "tridiagonal.h"
 
@@ -49,9 +48,12 @@ void reduce(double* A, int64_t n, double* diagonal, double* off_diagonal, double
 }
 
 template <typename T>
-void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& vectors) {
+void compute(const Tensor& S, const Tensor& values, const Tensor& vectors) {
     const int64_t matrices = S.size(0), n = S.size(1);
     const Kernels<double>& kernel = kernels<double>();
+    const T* const all = data_of<T>(S);
+    double* const all_values = mutable_data_of<double>(values);
+    double* const all_vectors = mutable_data_of<double>(vectors);
     run_tasks(matrices, [&](int64_t j) {
         Scratch& scratch = Scratch::of_thread();
         scratch.reset(Scratch::bytes_for<double>(n * n) + 5 * Scratch::bytes_for<double>(n) +
@@ -63,7 +65,7 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
         double* v = scratch.take<double>(n);
         double* p = scratch.take<double>(n);
         double* work = scratch.take<double>(tridiagonal::work_size(n));
-        const T* from = S.const_data_ptr<T>() + j * n * n;
+        const T* from = all + j * n * n;
         // Divide by the largest entry, so that no square overflows or underflows.
         double largest = 0;
         for (int64_t i = 0; i < n * n; ++i) largest = std::max(largest, std::abs(static_cast<double>(from[i])));
@@ -74,8 +76,8 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
             }
         }
         reduce(A, n, diagonal, off_diagonal, scale, v, p);
-        double* value = values.mutable_data_ptr<double>() + 2 * j;
-        double* vector = vectors.mutable_data_ptr<double>() + 2 * j * n;
+        double* value = all_values + 2 * j;
+        double* vector = all_vectors + 2 * j * n;
         double* const ends[2] = {vector, vector + n};
         tridiagonal::extremes(diagonal, off_diagonal, n, work, value, ends);
         value[0] *= unit, value[1] *= unit;
@@ -94,25 +96,20 @@ void compute(const at::Tensor& S, const at::Tensor& values, const at::Tensor& ve
 
 // Returns the extreme eigenvalues (M, 2) and unit eigenvectors (M, 2, D) of S (M, D, D), in float64. The vector of a
 // repeated eigenvalue is any unit vector of its eigenspace. If both eigenvalues are equal, the vectors may be too.
-std::tuple<at::Tensor, at::Tensor> symmetric_extremes_meta(const at::Tensor& S) {
+std::tuple<Tensor, Tensor> symmetric_extremes(const Tensor& S) {
     check_compute_dtype("S", S);
-    TORCH_CHECK_VALUE(S.dim() == 3 && S.size(1) == S.size(2) && S.size(1) > 0,
-                      "S must have shape (M, D, D) with D > 0, got ", S.sizes());
-    const auto options = S.options().dtype(at::kDouble);
-    return {at::empty({S.size(0), 2}, options), at::empty({S.size(0), 2, S.size(1)}, options)};
+    CHECK_VALUE(S.dim() == 3 && S.size(1) == S.size(2) && S.size(1) > 0, "S must have shape (M, D, D) with D > 0, got ",
+                S.sizes());
+    const Tensor values = new_tensor({S.size(0), 2}, S, ScalarType::Double);
+    const Tensor vectors = new_tensor({S.size(0), 2, S.size(1)}, S, ScalarType::Double);
+    const Tensor dense = as_contiguous(S);
+    with_dtype(S.scalar_type(), [&]<typename T>() { compute<T>(dense, values, vectors); });
+    return {values, vectors};
 }
 
-std::tuple<at::Tensor, at::Tensor> symmetric_extremes(const at::Tensor& S) {
-    auto result = symmetric_extremes_meta(S);
-    const at::Tensor dense = S.contiguous();
-    with_dtype(S.scalar_type(), [&]<typename T>() { compute<T>(dense, std::get<0>(result), std::get<1>(result)); });
-    return result;
-}
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) { m.def("symmetric_extremes(Tensor S) -> (Tensor, Tensor)"); }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m, "symmetric_extremes(Tensor S) -> (Tensor, Tensor)", symmetric_extremes,
-                      symmetric_extremes_meta);
-}
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("symmetric_extremes", TORCH_BOX(&symmetric_extremes)); }
 
 }  // namespace
 }  // namespace s3d

@@ -3,18 +3,13 @@
 // T = C * P, and for every tie with t = K (d1 P[first] - d2 P[second]),
 //     T[first] += d1 t,  T[second] -= d2 t.
 // It stands between the two products of a convolution's S v. A task takes some channels of one image.
-#include <ATen/ops/empty_like.h>
-
 #include "checks.h"
 #include "dtype.h"
-#include "operator.h"
 #include "matrix.h"
 #include "parallel.h"
 
 namespace s3d {
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 constexpr int64_t entries_per_task = 1 << 14;
 
@@ -24,8 +19,8 @@ struct Maps {
     T* data;
     int64_t image, channel, place;
 
-    explicit Maps(const at::Tensor& maps)
-        : data(static_cast<T*>(const_cast<void*>(maps.const_data_ptr()))),
+    explicit Maps(const Tensor& maps)
+        : data(const_cast<T*>(data_of<T>(maps))),
           image(maps.stride(0)),
           channel(maps.stride(1)),
           place(maps.stride(2)) {}
@@ -36,8 +31,8 @@ template <typename T>
 class TiedMaps {
  public:
     // All tensors are (B, channels, places) or (B, M, ties), in the dtype T; K, d1 and d2 may be absent.
-    TiedMaps(const at::Tensor& P, const at::Tensor& C, const at::Tensor& first, const at::Tensor& second,
-             const at::Tensor& K, const OptionalTensor& d1, const OptionalTensor& d2, const at::Tensor& out)
+    TiedMaps(const Tensor& P, const Tensor& C, const Tensor& first, const Tensor& second, const Tensor& K,
+             const OptionalTensor& d1, const OptionalTensor& d2, const Tensor& out)
         : P_(P),
           C_(C),
           K_(K),
@@ -61,7 +56,7 @@ class TiedMaps {
             const int64_t b = task / blocks, begin = task % blocks * per_task;
             if (!run_channels(b, begin, std::min(channels_, begin + per_task))) in_range = false;
         });
-        TORCH_CHECK_INDEX(in_range, "first and second must lie in [0, ", places_, ")");
+        CHECK_INDEX(in_range, "first and second must lie in [0, ", places_, ")");
     }
 
  private:
@@ -116,57 +111,63 @@ class TiedMaps {
     const int64_t images_, channels_, filters_, places_, ties_;
 };
 
-at::Tensor tied_maps_meta(const at::Tensor& P, const at::Tensor& C, const at::Tensor& first, const at::Tensor& second,
-                          const at::Tensor& K, const OptionalTensor& d1, const OptionalTensor& d2) {
+void check(const Tensor& P, const Tensor& C, const Tensor& first, const Tensor& second, const Tensor& K,
+           const OptionalTensor& d1, const OptionalTensor& d2) {
     check_compute_dtype("P", P);
-    check_storage("C", C, P);
-    TORCH_CHECK_VALUE(P.dim() == 4, "P must have shape (B, K M, H, W), got ", P.sizes());
-    TORCH_CHECK_VALUE(C.dim() == 4 && C.size(0) == P.size(0) && C.size(2) == P.size(2) && C.size(3) == P.size(3) &&
-                          (C.size(1) > 0 ? P.size(1) % C.size(1) == 0 : P.size(1) == 0),
-                      "C must have the shape (B, M, H, W) of P ", P.sizes(), ", got ", C.sizes());
-    TORCH_CHECK_VALUE(K.dim() == 3 && K.size(0) == C.size(0) && K.size(1) == C.size(1), "K must have shape (",
-                      C.size(0), ", ", C.size(1), ", Q), got ", K.sizes());
-    TORCH_CHECK_VALUE(d1.has_value() == d2.has_value(), "d1 and d2 must be given together");
-    const std::pair<const char*, const at::Tensor*> indices[] = {{"first", &first}, {"second", &second}};
+    const ScalarType type = P.scalar_type();
+    check_storage("C", C, type);
+    CHECK_VALUE(P.dim() == 4, "P must have shape (B, K M, H, W), got ", P.sizes());
+    CHECK_VALUE(C.dim() == 4 && C.size(0) == P.size(0) && C.size(2) == P.size(2) && C.size(3) == P.size(3) &&
+                    (C.size(1) > 0 ? P.size(1) % C.size(1) == 0 : P.size(1) == 0),
+                "C must have the shape (B, M, H, W) of P ", P.sizes(), ", got ", C.sizes());
+    CHECK_VALUE(K.dim() == 3 && K.size(0) == C.size(0) && K.size(1) == C.size(1), "K must have shape (", C.size(0),
+                ", ", C.size(1), ", Q), got ", K.sizes());
+    CHECK_VALUE(d1.has_value() == d2.has_value(), "d1 and d2 must be given together");
+    const std::pair<const char*, const Tensor*> indices[] = {{"first", &first}, {"second", &second}};
     for (const auto& [name, index] : indices) {
-        check_dtype(name, *index, at::kLong);
-        TORCH_CHECK_VALUE(index->sizes() == K.sizes(), name, " must have shape ", K.sizes(), ", got ", index->sizes());
-        check_device(name, *index, P);
+        check_dtype(name, *index, ScalarType::Long);
+        CHECK_VALUE(index->sizes() == K.sizes(), name, " must have shape ", K.sizes(), ", got ", index->sizes());
+        check_device(name, *index);
     }
-    check_storage("K", K, P);
+    check_storage("K", K, type);
     const std::pair<const char*, const OptionalTensor*> slopes[] = {{"d1", &d1}, {"d2", &d2}};
     for (const auto& [name, slope] : slopes) {
         if (!*slope) continue;
-        check_storage(name, **slope, P);
-        TORCH_CHECK_VALUE((*slope)->sizes() == K.sizes(), name, " must have shape ", K.sizes(), ", got ",
-                          (*slope)->sizes());
+        check_storage(name, **slope, type);
+        CHECK_VALUE((*slope)->sizes() == K.sizes(), name, " must have shape ", K.sizes(), ", got ", (*slope)->sizes());
     }
-    return at::empty_like(P, P.suggest_memory_format());
 }
 
-at::Tensor tied_maps(const at::Tensor& P, const at::Tensor& C, const at::Tensor& first, const at::Tensor& second,
-                     const at::Tensor& K, const OptionalTensor& d1, const OptionalTensor& d2) {
-    const at::Tensor out = tied_maps_meta(P, C, first, second, K, d1, d2);
+// Returns maps without values, whose channels lie as those of P do: innermost, or before the places.
+Tensor maps_like(const Tensor& P) {
+    if (P.is_contiguous() || P.stride(1) != 1) return new_like(P);
+    return torch::stable::empty(P.sizes(), P.scalar_type(), std::nullopt, std::nullopt, std::nullopt,
+                                torch::headeronly::MemoryFormat::ChannelsLast);
+}
+
+Tensor tied_maps(const Tensor& P, const Tensor& C, const Tensor& first, const Tensor& second, const Tensor& K,
+                 const OptionalTensor& d1, const OptionalTensor& d2) {
+    check(P, C, first, second, K, d1, d2);
+    const Tensor out = maps_like(P);
     if (out.numel() == 0) return out;
-    const auto type = P.scalar_type();
-    const auto widened = [&](const OptionalTensor& tensor) {
-        return tensor ? OptionalTensor(tensor->to(type)) : std::nullopt;
-    };
+    const ScalarType type = P.scalar_type();
     // Both memory formats of maps have a view with one dimension of places.
     with_dtype(type, [&]<typename T>() {
-        TiedMaps<T>(P.flatten(2), C.to(type).flatten(2), first, second, K.to(type), widened(d1), widened(d2),
-                    out.view({out.size(0), out.size(1), -1}))
+        TiedMaps<T>(torch::stable::flatten(P, 2), torch::stable::flatten(to_dtype(C, type), 2), first, second,
+                    to_dtype(K, type), to_dtype(d1, type), to_dtype(d2, type),
+                    torch::stable::view(out, {out.size(0), out.size(1), -1}))
             .run();
     });
     return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m,
-                      "tied_maps(Tensor P, Tensor C, Tensor first, Tensor second, Tensor K, Tensor? d1=None, "
-                      "Tensor? d2=None) -> Tensor",
-                      tied_maps, tied_maps_meta);
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def(
+        "tied_maps(Tensor P, Tensor C, Tensor first, Tensor second, Tensor K, Tensor? d1=None, Tensor? d2=None) -> "
+        "Tensor");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("tied_maps", TORCH_BOX(&tied_maps)); }
 
 }  // namespace
 }  // namespace s3d

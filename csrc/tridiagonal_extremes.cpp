@@ -1,7 +1,6 @@
 // Finds the extreme eigenpairs of symmetric tridiagonal matrices, one per filter: see reference.tridiagonal_extremes.
 #include "checks.h"
 #include "dtype.h"
-#include "operator.h"
 #include "parallel.h"
 #include "tridiagonal.h"
 
@@ -9,57 +8,54 @@ namespace s3d {
 namespace {
 
 template <typename T>
-void extremes(const at::Tensor& alpha, const at::Tensor& beta, const at::Tensor& length, const at::Tensor& values,
-              const at::Tensor& vectors) {
+void extremes(const Tensor& alpha, const Tensor& beta, const Tensor& length, const Tensor& values,
+              const Tensor& vectors) {
     const int64_t filters = alpha.size(0), steps = alpha.size(1), per_task = 4;
+    const int64_t alpha_stride = alpha.stride(0), beta_stride = beta.stride(0);
+    const T *const diagonals = data_of<T>(alpha), *const couplings = data_of<T>(beta);
+    const int64_t* const lengths = data_of<int64_t>(length);
+    double *const all_values = mutable_data_of<double>(values), *const all_vectors = mutable_data_of<double>(vectors);
     run_tasks(ceil_div(filters, per_task), [&](int64_t task) {
         std::vector<double> work(tridiagonal::work_size(steps));
         for (int64_t j = task * per_task; j < std::min(filters, (task + 1) * per_task); ++j) {
-            double* vector = vectors.mutable_data_ptr<double>() + 2 * j * steps;
+            double* vector = all_vectors + 2 * j * steps;
             double* const ends[2] = {vector, vector + steps};
             std::fill(vector, vector + 2 * steps, 0.);
-            tridiagonal::extremes(alpha.const_data_ptr<T>() + j * alpha.stride(0),
-                                  beta.const_data_ptr<T>() + j * beta.stride(0), length.const_data_ptr<int64_t>()[j],
-                                  work.data(), values.mutable_data_ptr<double>() + 2 * j, ends);
+            tridiagonal::extremes(diagonals + j * alpha_stride, couplings + j * beta_stride, lengths[j], work.data(),
+                                  all_values + 2 * j, ends);
         }
     });
 }
 
-std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes_meta(const at::Tensor& alpha, const at::Tensor& beta,
-                                                             const at::Tensor& length) {
+std::tuple<Tensor, Tensor> tridiagonal_extremes(const Tensor& alpha, const Tensor& beta, const Tensor& length) {
     check_compute_dtype("alpha", alpha);
     check_dtype("beta", beta, alpha.scalar_type());
-    check_dtype("length", length, at::kLong);
-    TORCH_CHECK_VALUE(alpha.dim() == 2 && alpha.size(1) > 0, "alpha must have shape (M, k) with k > 0, got ",
-                      alpha.sizes());
-    TORCH_CHECK_VALUE(beta.sizes() == alpha.sizes(), "beta must have shape ", alpha.sizes(), ", got ", beta.sizes());
-    TORCH_CHECK_VALUE(length.dim() == 1 && length.size(0) == alpha.size(0), "length must have shape (", alpha.size(0),
-                      "), got ", length.sizes());
-    check_device("beta", beta, alpha);
-    check_device("length", length, alpha);
-    const auto options = alpha.options().dtype(at::kDouble);
-    return {at::empty({alpha.size(0), 2}, options), at::empty({alpha.size(0), 2, alpha.size(1)}, options)};
-}
-
-std::tuple<at::Tensor, at::Tensor> tridiagonal_extremes(const at::Tensor& alpha, const at::Tensor& beta,
-                                                        const at::Tensor& length) {
-    auto result = tridiagonal_extremes_meta(alpha, beta, length);
-    const at::Tensor lengths = length.contiguous();
-    for (int64_t j = 0; j < lengths.numel(); ++j) {
-        const int64_t n = lengths.const_data_ptr<int64_t>()[j];
-        TORCH_CHECK_INDEX(1 <= n && n <= alpha.size(1), "length must lie in [1, ", alpha.size(1), "], got ", n);
+    check_dtype("length", length, ScalarType::Long);
+    CHECK_VALUE(alpha.dim() == 2 && alpha.size(1) > 0, "alpha must have shape (M, k) with k > 0, got ", alpha.sizes());
+    CHECK_VALUE(beta.sizes() == alpha.sizes(), "beta must have shape ", alpha.sizes(), ", got ", beta.sizes());
+    CHECK_VALUE(length.dim() == 1 && length.size(0) == alpha.size(0), "length must have shape (", alpha.size(0),
+                "), got ", length.sizes());
+    check_device("beta", beta);
+    check_device("length", length);
+    const int64_t filters = alpha.size(0), steps = alpha.size(1);
+    const Tensor lengths = as_contiguous(length);
+    const int64_t* const numbers = data_of<int64_t>(lengths);
+    for (int64_t j = 0; j < filters; ++j) {
+        CHECK_INDEX(1 <= numbers[j] && numbers[j] <= steps, "length must lie in [1, ", steps, "], got ", numbers[j]);
     }
-    const at::Tensor a = alpha.stride(1) == 1 ? alpha : alpha.contiguous();
-    const at::Tensor b = beta.stride(1) == 1 ? beta : beta.contiguous();
-    with_dtype(a.scalar_type(),
-               [&]<typename T>() { extremes<T>(a, b, lengths, std::get<0>(result), std::get<1>(result)); });
-    return result;
+    const Tensor values = new_tensor({filters, 2}, alpha, ScalarType::Double);
+    const Tensor vectors = new_tensor({filters, 2, steps}, alpha, ScalarType::Double);
+    const Tensor a = alpha.stride(1) == 1 ? alpha : as_contiguous(alpha);
+    const Tensor b = beta.stride(1) == 1 ? beta : as_contiguous(beta);
+    with_dtype(a.scalar_type(), [&]<typename T>() { extremes<T>(a, b, lengths, values, vectors); });
+    return {values, vectors};
 }
 
-TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    register_operator(m, "tridiagonal_extremes(Tensor alpha, Tensor beta, Tensor length) -> (Tensor, Tensor)",
-                      tridiagonal_extremes, tridiagonal_extremes_meta);
+STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
+    m.def("tridiagonal_extremes(Tensor alpha, Tensor beta, Tensor length) -> (Tensor, Tensor)");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("tridiagonal_extremes", TORCH_BOX(&tridiagonal_extremes)); }
 
 }  // namespace
 }  // namespace s3d

@@ -1,13 +1,15 @@
-"""The CPU backend: the operators of the C++ extension. No other module uses `torch.ops`."""
+"""The CPU backend: it calls the operators of the C++ extension, torch.ops.s3d_fast.*."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from s3d_fast.backends.derivatives import asks_for_derivatives
 from s3d_fast.backends.interface import Backend
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base.dtypes import COMPUTE_DTYPES
@@ -33,16 +35,16 @@ class CpuBackend(Backend):
         return "" if activation.formula is not None else f"it has no formula for {activation.name!r}"
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-        return torch.ops.s3d_fast.splitting_matvec(X, C, V, bias)
+        return _call("splitting_matvec", X, C, V, bias)
 
     def splitting_matvec_grouped(
         self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
     ) -> list[Tensor]:
         # Without tensors, the dispatcher cannot choose an operator.
-        return torch.ops.s3d_fast.splitting_matvec_grouped(X, C, V, bias) if X else []
+        return _call("splitting_matvec_grouped", X, C, V, bias) if X else []
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
-        return torch.ops.s3d_fast.gated_matvec(X, c11, c12, c22, V, bias)
+        return _call("gated_matvec", X, c11, c12, c22, V, bias)
 
     def depthwise_matvec(
         self,
@@ -76,17 +78,17 @@ class CpuBackend(Backend):
         counts = [len(own) for own in stages]
         geometry = [number for own in stages for stage in own for number in _numbers(stage)]
         flat = [list(itertools.chain.from_iterable(of_layers)) for of_layers in (C, d, weight)]
-        return torch.ops.s3d_fast.depthwise_matvec_grouped(X, *flat, counts, geometry, V, bias)
+        return _call("depthwise_matvec_grouped", X, *flat, counts, geometry, V, bias)
 
     def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
-        return torch.ops.s3d_fast.depthwise_row_norms(X, d, weight, _numbers(stage), bias)
+        return _call("depthwise_row_norms", X, d, weight, _numbers(stage), bias)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
-        return torch.ops.s3d_fast.splitting_matrices(X, C, bias)
+        return _call("splitting_matrices", X, C, bias)
 
     def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
         if S.is_contiguous():
-            torch.ops.s3d_fast.add_splitting_matrices(S, X, C, bias, weight)
+            _call("add_splitting_matrices", S, X, C, bias, weight)
         else:
             S.add_(self.splitting_matrices(X=X, C=C, bias=bias), alpha=weight)
 
@@ -97,7 +99,7 @@ class CpuBackend(Backend):
         self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
     ) -> Tensor:
         def between(P: Tensor) -> Tensor:
-            return torch.ops.s3d_fast.tied_maps(P, C, *ties)
+            return _call("tied_maps", P, C, *ties)
 
         return reference.conv_product(X, V, *geometry, bias, between)
 
@@ -113,7 +115,7 @@ class CpuBackend(Backend):
         ties: EdgeTies | None,
     ) -> Tensor:
         given = () if ties is None else ties[:4]
-        return torch.ops.s3d_fast.edgeconv_matvec(X, winner, C, V, bias, *given)
+        return _call("edgeconv_matvec", X, winner, C, V, bias, *given)
 
     def curvature_coefficients(
         self,
@@ -143,26 +145,35 @@ class CpuBackend(Backend):
         smooth, kinks = (FORMULAS.index(formula.name), formula.a, formula.b), (at, jump, activation.sharpness)
         settings = (scale, axis, *smooth, *kinks, row_norm, bandwidth)
         if inplace and g.is_contiguous():
-            torch.ops.s3d_fast.curvature_coefficients_(g, z, *settings)
+            _call("curvature_coefficients_", g, z, *settings)
             return g
-        C = torch.ops.s3d_fast.curvature_coefficients(g, z, *settings)
+        C = _call("curvature_coefficients", g, z, *settings)
         return g.copy_(C) if inplace else C
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
-        return torch.ops.s3d_fast.grow_weights(*map(list, zip(*widenings, strict=True))) if widenings else []
+        return _call("grow_weights", *map(list, zip(*widenings, strict=True))) if widenings else []
 
     def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
-        torch.ops.s3d_fast.krylov_extend(state.basis, product, state.alpha, state.beta, state.length, state.scale, step)
+        _call("krylov_extend", state.basis, product, state.alpha, state.beta, state.length, state.scale, step)
         state.q.copy_(state.basis[:, step + 1])
 
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.s3d_fast.tridiagonal_extremes(alpha, beta, length)
+        return _call("tridiagonal_extremes", alpha, beta, length)
 
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.s3d_fast.symmetric_extremes(S)
+        return _call("symmetric_extremes", S)
 
 
 CPU = CpuBackend()
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """Call an operator; where nothing asks for a derivative, without its autograd kernel, which takes 5 us."""
+    operator = getattr(torch.ops.s3d_fast, name)
+    if torch.compiler.is_compiling() or asks_for_derivatives(arguments):
+        return operator(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
 
 
 def _numbers(stage: DepthwiseStage) -> list[int]:

@@ -29,7 +29,9 @@ def report() -> dict[str, str]:
         compiled, available = extension.module.compiled_isas(), extension.module.available_isas()
         states = {name: "" if name in available else " (not on this processor)" for name in compiled}
         states[extension.module.isa()] = " (in use)"
-        lines["extension"] = f"compiled by {extension.module.compiler}"
+        lines["extension"] = (
+            f"compiled by {extension.module.compiler} with torch {extension.module.torch}, for torch >= 2.10"
+        )
         lines["instruction sets"] = ", ".join(name + state for name, state in states.items())
     lines.update({f"backend {backend}": _backend(backend) for backend in choice.NAMES[1:]})
     return lines

@@ -212,10 +212,13 @@ def python(*arguments: str) -> str:
 
 
 WITHOUT_EXTENSION = """
-import sys
+import sys, warnings
 {hide}
 import torch
-import s3d_fast as s3d
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import s3d_fast as s3d
+print("warned:", *[warning.message for warning in caught])
 from s3d_fast import env
 from s3d_fast.backends import choice, extension, operations
 from s3d_fast.backends.choice import choose
@@ -249,12 +252,23 @@ sys.meta_path.insert(0, Broken())
 @pytest.mark.parametrize("why", HIDDEN)
 def test_the_package_works_without_the_extension(why: str) -> None:
     lines = python("-W", "error", "-c", WITHOUT_EXTENSION.format(hide=HIDDEN[why])).splitlines()
-    raised = next(line for line in lines if line.startswith("raised:"))
-    assert why in raised
-    assert "pip install" in raised
+    for start in ("raised:", "warned:"):
+        (said,) = [line for line in lines if line.startswith(start)]
+        assert why in said
+        assert "pip install" in said
     assert any(line.startswith("extension: not available") and why in line for line in lines)
     assert any(line.startswith("backend cpu: ") and why in line for line in lines)
     assert "backend reference: available" in lines
+
+
+def test_the_reason_of_a_failed_build_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = tmp_path / "_C.txt"
+    note.write_text("command 'c++' failed: No such file or directory\n")
+    monkeypatch.setattr(extension, "_NOTE", note)
+    monkeypatch.setitem(sys.modules, "s3d_fast._C", None)
+    module, why_not = extension._load()
+    assert module is None
+    assert why_not.endswith("was not built: command 'c++' failed: No such file or directory")
 
 
 def test_an_import_error_inside_another_module_is_not_hidden() -> None:

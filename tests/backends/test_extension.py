@@ -5,6 +5,8 @@ That they compute what the reference does is in `test_agreement.py`; what they r
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from s3d_fast.backends import derivatives
 from tests.backends.agreement import edge_ties
 from tests.cases import DEPTHWISE, SAME, DepthwiseCase, EdgeCase, RowsCase, random_tensor, relative_error
 from tests.extension_cases import IN_PLACE, good_calls, on_meta, tensors_of
@@ -68,16 +71,42 @@ def test_a_change_is_known_to_autograd(name: str) -> None:
         loss.backward()
 
 
+def test_the_binary_needs_nothing_of_pytorch_but_its_c_functions() -> None:
+    """PyTorch keeps C functions from version to version; C++ functions carry the types of one version."""
+    printed = subprocess.run(["nm", "-D", "--undefined-only", _C.__file__], capture_output=True, text=True, check=True)
+    names = [line.split()[-1].partition("@")[0] for line in printed.stdout.splitlines()]
+    demangled = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
+    assert any(name.startswith("aoti_torch_") for name in names)
+    assert not [
+        name for name in demangled.stdout.splitlines() if re.search(r"\b(at|c10|torch|caffe2|pybind11)::", name)
+    ]
+
+
 # PyTorch's own forward mode uses it.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_derivatives_are_refused_and_not_zero() -> None:
-    X, C, V, bias = good_calls()["splitting_matvec"]
-    with pytest.raises(RuntimeError, match="not implemented"):
-        kernels.splitting_matvec(X, C, V.requires_grad_(), bias).sum().backward()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(V.detach(), torch.ones_like(V))
-        with pytest.raises(NotImplementedError, match="forward"):
-            kernels.splitting_matvec(X, C, dual, bias)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_derivative_that_is_missing_is_refused_and_not_zero(name: str) -> None:
+    parameters = [argument.name for argument in getattr(kernels, name).default._schema.arguments]
+    for position, parameter in enumerate(parameters):
+        arguments = list(good_calls()[name])
+        given = arguments[position]
+        tensor = given[0] if isinstance(given, list) else given
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            continue
+        rest = given[1:] if isinstance(given, list) else None
+        if name not in derivatives.RULES or parameter not in derivatives.RULES[name].differentiable:
+            arguments[position] = (
+                tensor.clone().requires_grad_() if rest is None else [tensor.clone().requires_grad_(), *rest]
+            )
+            with pytest.raises(NotImplementedError, match=f"not implemented.*{parameter} requires a gradient"):
+                call(name, tuple(arguments))
+            with torch.no_grad():
+                call(name, tuple(arguments))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(tensor.detach(), torch.ones_like(tensor))
+            arguments[position] = dual if rest is None else [dual, *rest]
+            with pytest.raises(NotImplementedError, match=f"forward-mode.*{parameter}"):
+                call(name, tuple(arguments))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
