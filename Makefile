@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench asan lint format clean
+.PHONY: help install demo test package bench asan lint format clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -26,6 +26,10 @@ demo: $(READY) ## Grow RBF networks with S2D and S3D (about three minutes); figu
 # Files stay together: fixtures that take long, such as compiling all kernels, are made once.
 test: $(READY) ## Run the tests, on two cores.
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+# Nothing of .venv is used: this is what people get who install the package.
+package: ## Build sdist and wheel, install each into an empty environment, and try it; files go to build/package/dist.
+	$(PYTHON) .ci/package.py
 
 DEVICE ?= cpu
 bench: $(READY) ## Time everything against the reference, with DEVICE=cuda on a GPU; ratios go to runs/benchmarks.md.

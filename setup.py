@@ -8,6 +8,7 @@ S3D_FAST_REQUIRE_KERNELS=1 in the environment, a failure ends the build instead.
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -68,4 +69,7 @@ def extension() -> Extension:
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildKernels})
+# Metadata that pyproject.toml cannot hold: links that depend on where the repository is.
+metadata = runpy.run_path("docs/long_description.py")["metadata"]()
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildKernels}, **metadata)
