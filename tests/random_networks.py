@@ -364,6 +364,17 @@ class RandomNetwork(nn.Module):
         self._step("flip", lambda x: x + x.flip(axis))
 
 
+def check_random_networks(seeds: range, layout: str) -> None:
+    """Assert that the networks of these seeds are preserved or refused with a reason, and that most have units."""
+    found = []
+    for seed in seeds:
+        try:
+            found.append(check_random_network(random.Random(seed), layout))
+        except Exception as error:
+            raise AssertionError(f"the network of seed {seed}: {error}") from error
+    assert sum(count > 0 for count in found) >= len(seeds) / 2
+
+
 def check_random_network(draw: random.Random, layout: str) -> int:
     """Assert that a random network is preserved by a split of all its units; return how many it has.
 

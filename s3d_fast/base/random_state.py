@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,18 @@ def seed_all(*key: int) -> None:
     torch.manual_seed(state)
     random.seed(state)
     np.random.seed(state)  # noqa: NPY002 - users' augmentation may draw from it
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Let every such block draw the same random numbers; afterwards the generator of the CPU is as it was."""
+    with torch.random.fork_rng(devices=[]):
+        if torch.accelerator.is_available():
+            torch.manual_seed(0)
+        else:
+            # manual_seed would also note a stack trace for each kind of GPU, in case one comes later; that takes time.
+            torch.default_generator.manual_seed(0)
+        yield
 
 
 def random_state() -> RandomState:

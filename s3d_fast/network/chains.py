@@ -181,15 +181,24 @@ def _kinks(first: Callable[[Tensor], Tensor], bend: Tensor, grid: Tensor) -> lis
     smooth = step * torch.maximum(bend[1:].abs(), bend[:-1].abs())
     jumps = (slope[1:] - slope[:-1]).abs() > 2 * smooth + 1e-6
     found: list[Kink] = []
+
+    def slope_at(z: float) -> float:
+        return float(first(torch.tensor([z], dtype=grid.dtype)).detach())
+
     for index in torch.nonzero(jumps).flatten().tolist():
-        low, high = grid[index].clone(), grid[index + 1].clone()
+        low, high = float(grid[index]), float(grid[index + 1])
+        at_low, at_high = slope_at(low), slope_at(high)
         for _ in range(60):
             middle = (low + high) / 2
-            left = (first(middle[None]) - first(low[None])).abs()
-            right = (first(high[None]) - first(middle[None])).abs()
-            low, high = (low, middle) if bool(left >= right) else (middle, high)
-        jump = float((first(high[None]) - first(low[None])).detach())
-        at = round(float(high), 9)
+            if not low < middle < high:
+                break
+            at_middle = slope_at(middle)
+            if abs(at_middle - at_low) >= abs(at_high - at_middle):
+                high, at_high = middle, at_middle
+            else:
+                low, at_low = middle, at_middle
+        jump = at_high - at_low
+        at = round(high, 9)
         if abs(jump) > 1e-6 and not (found and abs(found[-1].at - at) < 1e-6):
             found.append(Kink(at, round(jump, 9)))
     return found

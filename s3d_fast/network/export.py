@@ -308,12 +308,17 @@ _FRESH = frozenset(
         *("batch_norm", "layer_norm", "group_norm", "instance_norm", "add", "sub", "mul", "div", "cat", "relu", "silu"),
         *("gelu", "sigmoid", "tanh", "leaky_relu", "elu", "hardswish", "hardsigmoid", "hardtanh", "relu6", "mish"),
         *("max_pool2d", "avg_pool2d", "mean", "addmm", "mm", "bmm", "clone", "upsample_nearest2d", "selu", "celu"),
+        *("pad", "roll", "flip"),
     )
 )
 
 
 def _may_share(node: fx.Node) -> bool:
     name = operation(node)
+    if name == "aten.einsum":
+        # A product is new; einsum of one tensor may be a transposed view of it.
+        operands = node.args[1]
+        return isinstance(operands, (list, tuple)) and len(operands) == 1
     return node.op == "call_function" and name not in _FRESH and name.removesuffix("_") not in _FRESH
 
 

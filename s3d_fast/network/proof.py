@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from s3d_fast.backends.operations import grow_weights
+from s3d_fast.base.random_state import same_random_numbers
 from s3d_fast.network.execution import Execution
 from s3d_fast.network.export import Exported, slow_attention, takes
 from s3d_fast.network.graph import SHARED, Filters, Graph, Unit, holders_of, stored_tensors
@@ -63,8 +64,7 @@ def proved(model: nn.Module, program: Exported, analysis: Analysis) -> Graph:
 def outputs_of(model: nn.Module, example_input: Any) -> list[Tensor]:
     """Return the tensors that a model computes for an example input, as given to `trace`."""
     arguments, keywords = arguments_of(model, example_input)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with same_random_numbers():
         return _tensors(model(*_copied(arguments), **_copied(keywords)))
 
 
@@ -157,8 +157,7 @@ class _Trial:
         if self.dtype is not None:
             torch.set_default_dtype(self.dtype)
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+            with same_random_numbers():
                 return _tensors(self.model(*_copied(arguments), **_copied(keywords)))
         finally:
             torch.set_default_dtype(before)
@@ -213,8 +212,7 @@ class _Trial:
             self._write(self.originals)
             whole = (self.program.arguments, self.program.keywords)
             wanted = self._own_outputs(whole)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+            with same_random_numbers():
                 found = _tensors(Execution(self.program.module, self.model).run(*_flat(*whole)))
             tolerance = max(output_tolerance(wanted), IN_BETWEEN)
             self._write(self.values)
@@ -228,8 +226,7 @@ class _Trial:
             )
 
     def _own_outputs(self, example: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with same_random_numbers():
             return _tensors(self.model(*_copied(example[0]), **_copied(example[1])))
 
     def _graph_outputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Tensor] | None:
@@ -239,8 +236,7 @@ class _Trial:
             return None
         run = _Substituted(self.program.module, self.model, self.values, self.dtype)
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+            with same_random_numbers():
                 return _tensors(run.run(*inputs))
         except Exception:
             return None
