@@ -166,7 +166,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(rule: Rule, operator: Any, keyset: Any, parameters: list[str], lengths: list[int], *flat: Any) -> Any:
-        result = _below_autograd(operator, keyset, _unflatten(flat, lengths))
+        # Autograd turns gradients off here, but an outer level of torch.func may need them.
+        with torch.enable_grad():
+            result = _below_autograd(operator, keyset, _unflatten(flat, lengths))
         return tuple(result) if isinstance(result, list) else result
 
     @staticmethod

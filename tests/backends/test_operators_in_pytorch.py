@@ -153,13 +153,31 @@ def test_gradients_exist_inside_torch_func() -> None:
     def loss(v: Tensor) -> Tensor:
         return operations.splitting_matvec(X, C, v, backend="cpu").sin().sum()
 
-    found = torch.func.grad(loss)(V)
-    expected = torch.autograd.grad(reference.splitting_matvec(X, C, leaf := V.requires_grad_()).sin().sum(), leaf)[0]
-    assert relative_error(found, expected) < 1e-12
+    def grouped_loss(v: Tensor) -> Tensor:
+        first, second = operations.splitting_matvec_grouped([X, X], [C, C], [v, v.sin()], backend="cpu")
+        return (first.sin() * second).sum()
+
+    def expected_loss(v: Tensor) -> Tensor:
+        return reference.splitting_matvec(X, C, v).sin().sum()
+
+    def expected_grouped_loss(v: Tensor) -> Tensor:
+        return (reference.splitting_matvec(X, C, v).sin() * reference.splitting_matvec(X, C, v.sin())).sum()
+
+    grad, vmap = torch.func.grad, torch.vmap
+    transforms: list[Callable[..., Tensor]] = [
+        lambda f: grad(f)(V),
+        lambda f: grad(lambda v: grad(f)(v).cos().sum())(V),
+        lambda f: vmap(grad(f))(torch.stack([V, 2 * V])),
+        lambda f: grad(lambda v: vmap(f)(torch.stack([v, v * v])).sum())(V),
+        lambda f: torch.func.jacrev(grad(f))(V),
+    ]
+    for transform in transforms:
+        assert relative_error(transform(loss), transform(expected_loss)) < 1e-10
+        assert relative_error(transform(grouped_loss), transform(expected_grouped_loss)) < 1e-10
     with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(loss, (V.detach(),), (V.detach(),))
+        torch.func.jvp(loss, (V,), (V,))
     with torch.no_grad(), pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(loss, (V.detach(),), (V.detach(),))
+        torch.func.jvp(loss, (V,), (V,))
 
 
 @pytest.mark.parametrize("sets", [(), (3,)], ids=["M-D", "K-M-D"])
