@@ -16,9 +16,9 @@ def require_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:
     """Raise unless X (N, D) and C (N, M) are rows and coefficients of one dtype on one device."""
     tensors = isinstance(X, Tensor) and isinstance(C, Tensor)
     # One condition covers the usual case.
-    if not (tensors and X.dim() == C.dim() == 2 and len(X) == len(C) and _agree(X, C)):
+    if not (tensors and X.dim() == C.dim() == 2 and X.shape[0] == C.shape[0] and _agree(X, C)):
         _require_pair(X, C, ("N", "D"))
-        require.shape("C", C, (len(X), "M"))
+        require.shape("C", C, (X.shape[0], "M"))
     _require_finite(X, C, check_finite)
 
 
@@ -34,7 +34,7 @@ def require_gated(
     require.shape("X", X, ("N", "D"))
     if check_finite:
         require.finite("X", X)
-    _require_like_rows("c11", c11, X, (len(X), "M"), check_finite)
+    _require_like_rows("c11", c11, X, (X.shape[0], "M"), check_finite)
     for name, coefficients in {"c12": c12, **({} if c22 is None else {"c22": c22})}.items():
         _require_like_rows(name, coefficients, X, tuple(c11.shape), check_finite)
 
@@ -84,8 +84,8 @@ def require_stage(
     if check_finite and number in ("", "0"):
         require.finite("X", X)
     _require_like_rows(f"d{place}", d, X, shape or ("B", "H", "W", "M"), check_finite)
-    if number in ("", "0") and d.shape[:3].numel() != len(X):
-        raise ValueError(f"X must have one row for each place of d, got {len(X)} for {tuple(d.shape)}")
+    if number in ("", "0") and d.shape[:3].numel() != X.shape[0]:
+        raise ValueError(f"X must have one row for each place of d, got {X.shape[0]} for {tuple(d.shape)}")
     _require_like_rows(f"weight{place}", weight, X, (d.shape[3], "kh", "kw"), check_finite)
     require.pair("stride", stage.stride, 1)
     require.pair("padding", stage.padding, 0)
@@ -121,7 +121,7 @@ def require_conv(
     ]
     if min(sizes) < 1:
         raise ValueError(f"X must be at least as large as the kernel, got {tuple(X.shape)} for {geometry.kernel_size}")
-    require.shape("C", C, (len(X), "M", *sizes))
+    require.shape("C", C, (X.shape[0], "M", *sizes))
     _require_finite(X, C, check_finite)
     return geometry
 
@@ -181,7 +181,7 @@ def require_incoming(incoming: Incoming, winner: Tensor, check_values: bool) -> 
             raise ValueError(
                 f"incoming must be incoming_edges(winner), got one with a tensor of shape {tuple(tensor.shape)}"
             )
-    if check_values and not torch.equal(incoming.winner, winner.to(torch.int32)):
+    if check_values and not torch.compiler.is_compiling() and not torch.equal(incoming.winner, winner.to(torch.int32)):
         raise ValueError("incoming must be incoming_edges(winner), got the edges of another winner")
 
 
@@ -217,7 +217,8 @@ def _require_index(name: str, index: Tensor, X: Tensor, shape: Sequence[int], si
     require.shape(name, index, tuple(shape))
     if index.device != X.device:
         raise ValueError(f"{name} must be on {X.device} like X, got {index.device}")
-    if check_values and index.numel():
+    # Inside torch.compile, reading a number would divide the graph.
+    if check_values and not torch.compiler.is_compiling() and index.numel():
         low, high = (int(bound) for bound in index.aminmax())
         if low < 0 or high >= size:
             raise ValueError(f"{name} must lie in [0, {size}), got indices from {low} to {high}")

@@ -24,8 +24,10 @@ HOW_TO_INTERPRET = "set TRITON_INTERPRET=1 in the environment before Python star
 LEAST_CAPABILITY = (8, 0)
 
 
-def choose(name: str, *tensors: Tensor | None) -> Backend:
+def choose(name: str, *tensors: Tensor | None, differentiable: Sequence[Tensor | None] = ()) -> Backend:
     """Return the backend for these tensors: the named one, or with "auto" the fastest that supports them.
+
+    `differentiable` are further tensors, which may require a gradient on the CPU: its operator has that derivative.
 
     Raises:
         ValueError: the name is not one of NAMES.
@@ -37,21 +39,25 @@ def choose(name: str, *tensors: Tensor | None) -> Backend:
     if name == "reference":
         return REFERENCE
     given = [tensor for tensor in tensors if tensor is not None]
+    further = [tensor for tensor in differentiable if tensor is not None]
     if name == "auto":
         # Triton's interpreter is for tests: CPU tensors go to the C++ extension even if the interpreter is on.
-        fastest = "triton" if any(tensor.is_cuda for tensor in given) else "cpu"
-        return REFERENCE if why_not(fastest, given) else _load(fastest)
-    reason = why_not(name, given)
+        fastest = "triton" if any(tensor.is_cuda for tensor in (*given, *further)) else "cpu"
+        return REFERENCE if why_not(fastest, given, further) else _load(fastest)
+    reason = why_not(name, given, further)
     if reason:
         raise unusable(name, reason)
     return _load(name)
 
 
-def why_not(name: str, tensors: Sequence[Tensor] = ()) -> str:
+def why_not(name: str, tensors: Sequence[Tensor] = (), differentiable: Sequence[Tensor] = ()) -> str:
     """Return why "cpu" or "triton" cannot be used on these tensors; empty if it can."""
-    reason = _why_not_cpu(tensors) if name == "cpu" else _why_not_triton(tensors)
-    if not reason and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        reason = "its operations cannot be differentiated, and a tensor requires a gradient; use backend='reference'"
+    every = (*tensors, *differentiable)
+    reason = _why_not_cpu(every) if name == "cpu" else _why_not_triton(every)
+    if not reason and torch.is_grad_enabled():
+        without = tensors if name == "cpu" else every
+        if any(tensor.requires_grad for tensor in without):
+            reason = "it has no derivative in a tensor that requires a gradient; use backend='reference'"
     return reason
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from s3d_fast.maths import reference
@@ -139,7 +140,9 @@ def _kernel(name: str) -> Callable[..., Any]:
         if rule is None or not wanted <= set(rule.differentiable):
             raise _refusal(name, rule, wanted)
         flat, lengths = _flatten(values)
-        result = _Product.apply(rule, operator, keyset, parameters, lengths, *flat)
+        # torch.func calls this kernel at one level of its own, where a function of plain autograd is what it needs.
+        with enable_single_level_autograd_function():
+            result = super(torch.autograd.Function, _Product).apply(rule, operator, keyset, parameters, lengths, *flat)
         return list(result) if isinstance(result, tuple) else result
 
     return kernel
@@ -164,7 +167,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(rule: Rule, operator: Any, keyset: Any, parameters: list[str], lengths: list[int], *flat: Any) -> Any:
-        result = _below_autograd(operator, keyset, _unflatten(flat, lengths))
+        # Autograd turns gradients off here, but an outer level of torch.func may need them.
+        with torch.enable_grad():
+            result = _below_autograd(operator, keyset, _unflatten(flat, lengths))
         return tuple(result) if isinstance(result, list) else result
 
     @staticmethod

@@ -46,15 +46,19 @@ def splitting_matvec(
         V: one vector per filter, or K of them; in the dtype of the computation.
         bias: every row is [X[n], 1], and the last entry of each vector belongs to the bias.
         backend: "auto", "reference", "cpu" or "triton".
-        check_finite: check X and C for NaN and Inf, which costs a pass over both.
+        check_finite: check X and C for NaN and Inf, which costs a pass over both; inside `torch.compile` and
+            `torch.export`, nothing is checked.
+
+    All products can be differentiated, on a CPU by the kernels themselves in V, and here in X and C too; elsewhere
+    "auto" takes the reference where a gradient is required.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not match, or X or C is not finite.
-        RuntimeError: the requested backend is not available.
+        RuntimeError: the requested backend is not available, or has no derivative where a gradient is required.
     """
     require_rows(X, C, check_finite)
     require_vectors(V, C.shape[1], X.shape[1] + bias, dtypes.compute_dtype(X.dtype), X.device)
-    return choose(backend, X, C, V).splitting_matvec(X=X, C=C, V=V, bias=bias)
+    return choose(backend, differentiable=(X, C, V)).splitting_matvec(X=X, C=C, V=V, bias=bias)
 
 
 def splitting_matvec_grouped(
@@ -86,7 +90,7 @@ def splitting_matvec_grouped(
     for x, c, v, has_bias in zip(X, C, V, bias, strict=True):
         require_rows(x, c, check_finite)
         require_vectors(v, c.shape[1], x.shape[1] + has_bias, dtypes.compute_dtype(x.dtype), x.device)
-    return choose(backend, *X, *C, *V).splitting_matvec_grouped(X=X, C=C, V=V, bias=bias)
+    return choose(backend, differentiable=(*X, *C, *V)).splitting_matvec_grouped(X=X, C=C, V=V, bias=bias)
 
 
 def gated_matvec(
@@ -115,7 +119,8 @@ def gated_matvec(
     """
     require_gated(X, c11, c12, c22, check_finite)
     require_vectors(V, c11.shape[1], 2 * (X.shape[1] + bias), dtypes.compute_dtype(X.dtype), X.device)
-    return choose(backend, X, c11, c12, c22, V).gated_matvec(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
+    chosen = choose(backend, X, c11, c12, c22, differentiable=(V,))
+    return chosen.gated_matvec(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
 
 
 def depthwise_matvec(
@@ -148,7 +153,7 @@ def depthwise_matvec(
     """
     require_depthwise(X, C, d, weight, stages, check_finite)
     require_vectors(V, C[0].shape[3], X.shape[1] + bias, dtypes.compute_dtype(X.dtype), X.device)
-    chosen = choose(backend, X, *C, *d, *weight, V)
+    chosen = choose(backend, X, *C, *d, *weight, differentiable=(V,))
     return chosen.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
 
 
@@ -239,7 +244,7 @@ def conv_matvec(
     geometry = require_conv(X, C, kernel_size, stride, padding, dilation, check_finite)
     width = X.shape[1] * geometry.kernel_size[0] * geometry.kernel_size[1] + bias
     require_vectors(V, C.shape[1], width, dtypes.compute_dtype(X.dtype), X.device)
-    return choose(backend, X, C, V).conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
+    return choose(backend, differentiable=(X, C, V)).conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
 
 
 def edgeconv_matvec(
@@ -276,7 +281,7 @@ def edgeconv_matvec(
     require_edgeconv(X, winner, C, check_finite)
     ties = require_edge_ties(X, C, runner, K, d1, d2, check_finite)
     require_vectors(V, C.shape[2], 2 * X.shape[2] + bias, dtypes.compute_dtype(X.dtype), X.device)
-    chosen = choose(backend, X, C, V, K, d1, d2)
+    chosen = choose(backend, X, C, K, d1, d2, differentiable=(V,))
     if incoming is not None and chosen.uses_incoming:
         require_incoming(incoming, winner, check_finite)
     return chosen.edgeconv_matvec(X=X, winner=winner, C=C, V=V, bias=bias, incoming=incoming, ties=ties)
@@ -319,7 +324,8 @@ def tied_matvec(
     require_pool_ties(X, C, ties, check_finite)
     width = X.shape[1] * geometry.kernel_size[0] * geometry.kernel_size[1] + bias
     require_vectors(V, C.shape[1], width, dtypes.compute_dtype(X.dtype), X.device)
-    return choose(backend, X, C, V, K, d1, d2).tied_matvec(X=X, C=C, V=V, ties=ties, geometry=geometry, bias=bias)
+    chosen = choose(backend, C, K, d1, d2, differentiable=(X, V))
+    return chosen.tied_matvec(X=X, C=C, V=V, ties=ties, geometry=geometry, bias=bias)
 
 
 def curvature_coefficients(

@@ -57,7 +57,7 @@ class ConvOperator(SplittingOperator):
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
-        chosen = choose(backend, self.X, self.C, V)
+        chosen = choose(backend, differentiable=(self.X, self.C, V))
         return chosen.conv_matvec(X=self.X, C=self.C, V=V, geometry=self.geometry, bias=self.bias)
 
     def restrict(self, filters: Tensor) -> ConvOperator:

@@ -56,7 +56,7 @@ class DepthwiseOperator(SplittingOperator):
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
         C, d, weight = self.C, self.d, self.weight
-        chosen = choose(backend, self.X, *C, *d, *weight, V)
+        chosen = choose(backend, self.X, *C, *d, *weight, differentiable=(V,))
         return chosen.depthwise_matvec(X=self.X, C=C, d=d, weight=weight, stages=self.stages, V=V, bias=self.bias)
 
     def restrict(self, filters: Tensor) -> DepthwiseOperator:

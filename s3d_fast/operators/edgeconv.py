@@ -42,7 +42,7 @@ class EdgeConvOperator(SplittingOperator):
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
-        chosen = choose(backend, self.X, self.C, V, self.K, self.d1, self.d2)
+        chosen = choose(backend, self.X, self.C, self.K, self.d1, self.d2, differentiable=(V,))
         if self._incoming is None and chosen.uses_incoming:
             # Sort once: all products have the same winners.
             self._incoming = incoming_edges(self.winner)

@@ -30,7 +30,7 @@ class GatedOperator(SplittingOperator):
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
-        chosen = choose(backend, self.X, self.c11, self.c12, self.c22, V)
+        chosen = choose(backend, self.X, self.c11, self.c12, self.c22, differentiable=(V,))
         return chosen.gated_matvec(X=self.X, c11=self.c11, c12=self.c12, c22=self.c22, V=V, bias=self.bias)
 
     def restrict(self, filters: Tensor) -> GatedOperator:

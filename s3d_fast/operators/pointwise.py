@@ -27,7 +27,9 @@ class PointwiseOperator(SplittingOperator):
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
-        return choose(backend, self.X, self.C, V).splitting_matvec(X=self.X, C=self.C, V=V, bias=self.bias)
+        return choose(backend, differentiable=(self.X, self.C, V)).splitting_matvec(
+            X=self.X, C=self.C, V=V, bias=self.bias
+        )
 
     def restrict(self, filters: Tensor) -> PointwiseOperator:
         return restricted(self, filters, C=1)

@@ -53,7 +53,7 @@ class TiedConvOperator(ConvOperator):
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
         self._require_vectors(V)
         ties = PoolTies(self.first, self.second, self.K, self.d1, self.d2)
-        chosen = choose(backend, self.X, self.C, V, self.K, self.d1, self.d2)
+        chosen = choose(backend, self.C, self.K, self.d1, self.d2, differentiable=(self.X, V))
         return chosen.tied_matvec(X=self.X, C=self.C, V=V, ties=ties, geometry=self.geometry, bias=self.bias)
 
     def restrict(self, filters: Tensor) -> TiedConvOperator:

@@ -55,7 +55,7 @@ def matvec_all(
 def _rows_together(terms: Sequence[PointwiseOperator], vectors: Sequence[Tensor], backend: str) -> list[Tensor]:
     """Return the products of operators on plain rows, in one call."""
     X, C, bias = [term.X for term in terms], [term.C for term in terms], [term.bias for term in terms]
-    return choose(backend, *X, *C, *vectors).splitting_matvec_grouped(X=X, C=C, V=vectors, bias=bias)
+    return choose(backend, differentiable=(*X, *C, *vectors)).splitting_matvec_grouped(X=X, C=C, V=vectors, bias=bias)
 
 
 def _stages_together(terms: Sequence[DepthwiseOperator], vectors: Sequence[Tensor], backend: str) -> list[Tensor]:
@@ -63,7 +63,7 @@ def _stages_together(terms: Sequence[DepthwiseOperator], vectors: Sequence[Tenso
     C, d, weight = [term.C for term in terms], [term.d for term in terms], [term.weight for term in terms]
     tensors = [tensor for lists in (C, d, weight) for own in lists for tensor in own]
     X, bias, stages = [term.X for term in terms], [term.bias for term in terms], [term.stages for term in terms]
-    chosen = choose(backend, *X, *tensors, *vectors)
+    chosen = choose(backend, *X, *tensors, differentiable=vectors)
     return chosen.depthwise_matvec_grouped(X=X, C=C, d=d, weight=weight, stages=stages, V=vectors, bias=bias)
 
 
