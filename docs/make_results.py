@@ -15,7 +15,7 @@ sys.path.insert(0, str(DOCS))
 
 from marked import filled  # noqa: E402
 
-from s3d_fast.growth.record import EIGEN_STAGES  # noqa: E402
+from s3d_fast.records.record import EIGEN_STAGES  # noqa: E402
 
 CIFAR, MODELNET = "cifar100-mobilenet", "modelnet40-dgcnn"
 Run = dict[str, Any]

@@ -17,13 +17,13 @@ from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.chain import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.growth.checkpoint import load_grown
-from s3d_fast.growth.run_folder import RunFolder, read_spectra
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.running import Job, first, make_loss, make_network
 from s3d_fast.recipes.saved import recipe_of, saved_network
 from s3d_fast.recipes.split_data import SplitData
+from s3d_fast.records.run_folder import RunFolder, read_spectra
 from s3d_fast.solvers import extremal_eigenpairs
 
 Ends = dict[str, tuple[np.ndarray, np.ndarray]]  # lambda_min and lambda_max of every unit

@@ -16,13 +16,13 @@ from s3d_fast.base import require
 from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_random_state
 from s3d_fast.base.world import ALONE, World
 from s3d_fast.growth import checkpoint
-from s3d_fast.growth.record import Epoch, Phase
-from s3d_fast.growth.run_folder import RunFolder
 from s3d_fast.growth.split_step import Options, SplitStep, timed
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
+from s3d_fast.records.record import Epoch, Phase
+from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.splitting.optimizers import check_optimizer
 from s3d_fast.splitting.plan import SplitPlan
 

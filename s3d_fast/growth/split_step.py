@@ -20,10 +20,10 @@ from s3d_fast.base.world import World
 from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.chain import GROWTH_FLOOR, Curvature
 from s3d_fast.capture.sharding import of_all_processes
-from s3d_fast.growth.record import Phase
-from s3d_fast.growth.run_folder import RunFolder
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.undisturbed import undisturbed
+from s3d_fast.records.record import Phase
+from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.solvers import extremal_eigenpairs
 from s3d_fast.splitting.plan import SplitPlan
 from s3d_fast.splitting.selection import select

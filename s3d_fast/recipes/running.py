@@ -24,9 +24,6 @@ from s3d_fast.base.world import ALONE, World
 from s3d_fast.data.sources import Dataset, Source
 from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.growth.grower import Grower
-from s3d_fast.growth.record import Phase
-from s3d_fast.growth.run import read_run
-from s3d_fast.growth.run_folder import RunFolder
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
@@ -34,6 +31,9 @@ from s3d_fast.network.tracing import trace
 from s3d_fast.recipes import baselines
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.recipes.split_data import SplitData
+from s3d_fast.records.record import Phase
+from s3d_fast.records.run import read_run
+from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.splitting.plan import SplitPlan
 
 METHODS = {

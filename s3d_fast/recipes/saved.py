@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from s3d_fast import recipes
-from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.records.run_folder import RunFolder
 
 
 def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:

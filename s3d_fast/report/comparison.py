@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from s3d_fast.growth.record import PhaseRecord
-from s3d_fast.growth.run import Run, main_metric
+from s3d_fast.records.record import PhaseRecord
+from s3d_fast.records.run import Run, main_metric
 from s3d_fast.report import drawing, wording
 from s3d_fast.report.drawing import canvas, label, png
 from s3d_fast.report.figures import Figure, draw_promises, promised_and_measured

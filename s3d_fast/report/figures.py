@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from s3d_fast.growth.record import EIGEN_STAGES, PhaseRecord
-from s3d_fast.growth.run import Run, eigen_share, main_metric, share_of_eigen_stages
-from s3d_fast.growth.run_folder import read_spectra
+from s3d_fast.records.record import EIGEN_STAGES, PhaseRecord
+from s3d_fast.records.run import Run, eigen_share, main_metric, share_of_eigen_stages
+from s3d_fast.records.run_folder import read_spectra
 from s3d_fast.report import drawing, wording
 from s3d_fast.report.drawing import canvas, label, png
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from s3d_fast.base.files import write_whole
-from s3d_fast.growth.record import PhaseRecord
-from s3d_fast.growth.run import Run, eigen_share, main_metric, read_run, share_of_eigen_stages
+from s3d_fast.records.record import PhaseRecord
+from s3d_fast.records.run import Run, eigen_share, main_metric, read_run, share_of_eigen_stages
 from s3d_fast.report import wording
 from s3d_fast.report.comparison import comparison_figures, comparison_table, group_runs
 from s3d_fast.report.drawing import require_matplotlib

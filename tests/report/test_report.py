@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from s3d_fast.base.tables import text_table
-from s3d_fast.growth.run_folder import read_spectra
+from s3d_fast.records.run_folder import read_spectra
 from s3d_fast.report import (
     comparison,
     comparison_table,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from s3d_fast.growth.record import EIGEN_STAGES, PhaseRecord
-from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.records.record import EIGEN_STAGES, PhaseRecord
+from s3d_fast.records.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

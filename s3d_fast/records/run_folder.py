@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
 from s3d_fast.base.files import write_whole
-from s3d_fast.growth import checkpoint
-from s3d_fast.growth.json_records import mapping, shown, to_json
-from s3d_fast.growth.record import PhaseRecord, read_phase
+from s3d_fast.records.json_records import mapping, shown, to_json
+from s3d_fast.records.record import PhaseRecord, read_phase
 
 # The entries of run.json: name -> (type, type in words, default).
 ABOUT: dict[str, tuple[type, str, Any]] = {
@@ -88,8 +88,9 @@ class RunFolder:
         """Write lambda_min and lambda_max of the filters of every unit, as UNIT/lambda_min and UNIT/lambda_max."""
         tensors = {}
         for unit, (low, high) in spectra.items():
-            tensors[f"{unit}/lambda_min"], tensors[f"{unit}/lambda_max"] = low.float(), high.float()
-        checkpoint.write(self.file("spectra", phase), tensors, {"phase": phase})
+            for end, values in (("lambda_min", low), ("lambda_max", high)):
+                tensors[f"{unit}/{end}"] = values.detach().float().cpu().contiguous().clone()
+        write_whole(self.file("spectra", phase), serialize(tensors))
 
     def read_spectra(self, phase: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return lambda_min and lambda_max, each (M,), of the filters of every unit before the split of a phase.
