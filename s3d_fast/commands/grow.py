@@ -71,9 +71,6 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Check before the run, so that a missing library cannot spoil its end.
-    if not options.no_report:
-        report.require_matplotlib()
     recipe = _recipe(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -9,6 +9,11 @@ from s3d_fast import recipes
 from s3d_fast.records.run_folder import RunFolder
 
 
+def is_own(run: Path) -> bool:
+    """Return whether a folder holds the run of a network of one's own; its recipe is then only a name."""
+    return not RunFolder(run).read_about()["preset"]
+
+
 def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
     """Return the content of run.json and the path of the network of a phase; the last phase by default.
 

@@ -54,6 +54,22 @@ class Run:
         return self.method != "uniform"
 
     @property
+    def starts_trained(self) -> bool:
+        """Whether the first phase has no training: the run started from a trained network."""
+        return bool(self.about.get("start") or self.settings.get("trained"))
+
+    @property
+    def title(self) -> str:
+        """The recipe and its preset, or the name of a network of one's own."""
+        return f"{self.recipe} ({self.preset})" if self.preset else self.recipe
+
+    def layer_name(self, unit: str) -> str:
+        """Return the name of a unit; one that ends in a number, as in nn.Sequential, with the kind of its layer."""
+        layer = self.about["layers"].get(unit)
+        kind = layer.get("kind") if isinstance(layer, dict) else None
+        return f"{unit} {kind}" if isinstance(kind, str) and unit.rpartition(".")[2].isdigit() else unit
+
+    @property
     def choices(self) -> dict[str, Any]:
         """All choices except the seed: the settings, and other entries of run.json that change the results."""
         more = {name: self.about.get(name) for name in ("scratch", "precision")}
