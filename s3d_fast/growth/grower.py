@@ -129,7 +129,7 @@ class Grower:
         self._unfinished: tuple[Phase, RandomState] | None = None
         # A model that cannot be traced, and bad options, fail here, before any training.
         self._graph = trace(model, example_input)
-        self._split_step().check(self._graph)
+        self._first_selection = self._split_step().check(self._graph)
         self.make_optimizer = optimizer
         self.optimizer = optimizer(model.parameters())
         check_optimizer(self.optimizer, model)
@@ -281,7 +281,7 @@ class Grower:
         """Write run.json; a run that is resumed keeps the command and the environment that it began with."""
         if self.folder is None or not self.world.is_first:
             return
-        selection = self.selection(0, self._graph) if callable(self.selection) else self.selection
+        selection = self._first_selection
         own = {name: value for name, value in self._settings().items() if name not in ("selection", "plan", "seed")}
         if isinstance(self.train, EpochTrainer):
             own["epochs"] = self.train.epochs

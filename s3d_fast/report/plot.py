@@ -113,6 +113,7 @@ class Plot:
         width: of the whole figure, in pixels.
         height: of the area inside the scales.
         rows: whether y has names as ticks.
+        longest: characters that a name beside the plot may have; the middle of a longer one is left out.
         legend: of figures that several plots share, more entries than the plot's own marks have.
     """
 
@@ -126,6 +127,7 @@ class Plot:
     width: int = 460
     height: int = 230
     rows: bool = False
+    longest: int = 24
     legend: Sequence[tuple[str, Style]] = field(default=())
 
     def entries(self) -> list[tuple[str, Style]]:
@@ -139,31 +141,30 @@ class Plot:
 
     def draw(self, *, alone: bool = False) -> str:
         """Return the SVG; `alone`: as a file of its own, with its legend and the colours."""
-        return _Drawing(self, alone).text()
+        return beside([self]) if alone else _Drawing(self).text()
 
 
 class _Drawing:
     """A plot while it is drawn: `left`, `top`, `right` and `bottom` bound the area inside the scales."""
 
-    def __init__(self, plot: Plot, alone: bool) -> None:
-        self.plot, self.alone = plot, alone
+    def __init__(self, plot: Plot, legend: bool = False) -> None:
+        self.plot = plot
         self.parts: list[str] = []
         # Areas that are hovered come last: nothing is drawn over the text that they show.
         self.spots: list[str] = []
         self.right = plot.width - 14.0
         self.top = 4.0
-        longest = 24 if plot.rows else 14
-        self.y_ticks = [replace(tick, label=svg.shortened(tick.label, longest)) for tick in plot.y.ticks()]
+        self.y_ticks = [replace(tick, label=svg.shortened(tick.label, plot.longest)) for tick in plot.y.ticks()]
         self.left = max([svg.text_width(tick.label) for tick in self.y_ticks], default=0.0) + 10
-        if alone:
-            self._legend()
         if plot.title:
             self.top += 14
-            self.parts.append(svg.text(0, self.top, svg.shortened(plot.title, 60), kind="bold"))
+            self.parts.append(svg.text(0, self.top, svg.fitting(plot.title, plot.width, bold=True), kind="bold"))
             self.top += 8
+        if legend:
+            self._legend()
         if plot.y_label:
             self.top += 12
-            self.parts.append(svg.text(0, self.top, svg.shortened(plot.y_label, 60), kind="soft"))
+            self.parts.append(svg.text(0, self.top, svg.fitting(plot.y_label, plot.width), kind="soft"))
         self.top += 24 if any(isinstance(mark, Guide) and mark.note for mark in plot.marks) else 10
         self.bottom = self.top + plot.height
         self.height = self.bottom + (20 if plot.x.ticks() else 4) + (18 if plot.x_label else 0)
@@ -177,8 +178,6 @@ class _Drawing:
         size = f'viewBox="0 0 {plot.width} {self.height:.0f}" width="{plot.width}" height="{self.height:.0f}"'
         name = f' role="img" aria-label="{escape(svg.clean(plot.title))}"' if plot.title else ""
         head = f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" {size}{name}>'
-        if self.alone:
-            head += f'<style>{svg.STYLE}</style><rect width="100%" height="100%" style="fill:var(--paper)"/>'
         return "".join([head, *self.parts, *self.spots, "</svg>"])
 
     def px(self, x: float) -> float:
@@ -193,7 +192,7 @@ class _Drawing:
         if self.plot.entries():
             self.top += 12
         for name, style in self.plot.entries():
-            shown = svg.shortened(name, 48)
+            shown = svg.fitting(name, self.plot.width - 44)
             wide = svg.text_width(shown) + 44
             if x and x + wide > self.plot.width:
                 x, self.top = 0.0, self.top + 18
@@ -218,8 +217,9 @@ class _Drawing:
         self._x_ticks(plot.x.ticks())
         if plot.x_label:
             middle = (self.left + self.right) / 2
-            label = svg.shortened(plot.x_label, 60)
-            middle = min(middle, plot.width - svg.text_width(label) / 2)
+            label = svg.fitting(plot.x_label, plot.width)
+            half = svg.text_width(label) / 2
+            middle = max(min(middle, plot.width - half), half)
             self.parts.append(svg.text(middle, self.bottom + 34, label, anchor="middle", kind="soft"))
 
     def _x_ticks(self, ticks: Sequence[Tick]) -> None:
@@ -311,6 +311,18 @@ class _Drawing:
         self.parts.append(svg.text(self.px(note.x), self.py(note.y), note.text, anchor=note.anchor, size=11))
 
 
+def beside(plots: Sequence[Plot], gap: int = 28) -> str:
+    """Return the SVG of several plots in a row, as a file of its own; each has its legend."""
+    drawn = [_Drawing(plot, legend=True) for plot in plots]
+    texts = [one.text() for one in drawn]
+    width = sum(plot.width for plot in plots) + gap * (len(plots) - 1)
+    parts, x = [], 0
+    for plot, text in zip(plots, texts, strict=True):
+        parts.append(text.replace("<svg ", f'<svg x="{x}" ', 1))
+        x += plot.width + gap
+    return _file(width, max(one.height for one in drawn), parts)
+
+
 def swatch(style: Style) -> str:
     """Return the sample of a style in a legend, 22 x 12 pixels."""
     stroke = svg.colour(style.colour)
@@ -322,6 +334,13 @@ def swatch(style: Style) -> str:
     if style.marker:
         parts.append(svg.marker(11, 6, style.marker, stroke, fill))
     return "".join(parts)
+
+
+def _file(width: float, height: float, parts: Sequence[str]) -> str:
+    """Return SVG that holds its own colours and background, with a margin of 12 pixels."""
+    size = f'viewBox="-12 -12 {width + 24:.0f} {height + 24:.0f}" width="{width + 24:.0f}" height="{height + 24:.0f}"'
+    paper = '<rect x="-12" y="-12" width="100%" height="100%" style="fill:var(--paper)"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{svg.STYLE}</style>{paper}{"".join(parts)}</svg>\n'
 
 
 def _path(kind: str, places: Sequence[tuple[float, float]], style: str = "", closed: bool = False) -> str:

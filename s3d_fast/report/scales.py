@@ -58,7 +58,7 @@ class Scale:
         return value
 
     def _linear(self) -> list[float]:
-        step = _round_step((self.high - self.low) / 5)
+        step = _round_step((self.high - self.low) / 6)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         return [round(place * step, 12) if step >= 1e-9 else place * step for place in range(first, last + 1)]

@@ -88,9 +88,19 @@ def shortened(text: str, longest: int = 30) -> str:
     return f"{text[: longest - 1 - tail]}…{text[-tail:]}"
 
 
-def text_width(text: str, size: float = FONT_SIZE) -> float:
+def fitting(text: str, width: float, bold: bool = False) -> str:
+    """Return text that is at most so many pixels wide; the middle of a longer one is left out."""
+    text = clean(text)
+    longest = len(text)
+    while longest > 3 and text_width(shortened(text, longest), bold) > width:
+        longest -= 1
+    return shortened(text, longest)
+
+
+def text_width(text: str, bold: bool = False) -> float:
     """Return an upper estimate of the width of a text, in pixels."""
-    return size * sum(_WIDTHS.get(one, _OTHER if ord(one) < 0x2000 else _FOREIGN) for one in text)
+    widths = (_WIDTHS.get(one, _OTHER if ord(one) < 0x2000 else _FOREIGN) for one in text)
+    return FONT_SIZE * sum(widths) * (1.13 if bold else 1.0)
 
 
 def text(x: float, y: float, content: str, *, anchor: str = "start", kind: str = "", size: float | None = None) -> str:
@@ -124,8 +134,8 @@ def spot(area: str, x: float, y: float, lines: Sequence[str], width: float, heig
         lines: the text.
         width, height: the size of the figure.
     """
-    shown = [shortened(line, 52) for line in lines]
-    wide = max(text_width(line) for line in shown) + 14
+    shown = [fitting(line, width - 16, bold=not place) for place, line in enumerate(lines)]
+    wide = max(text_width(line, bold=not place) for place, line in enumerate(shown)) + 14
     high = 16 * len(shown) + 8
     left = min(max(x + 8, 1), max(width - wide - 1, 1))
     top = y - high - 8 if y - high - 8 >= 1 else min(y + 12, max(height - high - 1, 1))
