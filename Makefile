@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test package bench asan lint format clean
+.PHONY: help install demo test package bench asan lint format docs clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,11 +50,12 @@ asan: $(READY) ## Run the tests of the extension under AddressSanitizer and Unde
 
 # Types are checked across the frontier to the kernels, laid out as they are installed.
 TYPES := build/types
+LAYOUT = rm -rf $(TYPES) && mkdir -p $(TYPES) && \
+	cp -rs $(CURDIR)/s3d_fast $(TYPES)/ && cp -rs $(CURDIR)/kernels $(TYPES)/s3d_fast/
 lint: $(READY) ## Check style and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf $(TYPES) && mkdir -p $(TYPES)
-	cp -rs $(CURDIR)/s3d_fast $(TYPES)/ && cp -rs $(CURDIR)/kernels $(TYPES)/s3d_fast/
+	$(LAYOUT)
 	$(BIN)/mypy --cache-dir $(TYPES)/cache
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
 
@@ -62,6 +63,12 @@ format: $(READY) ## Rewrite the sources in the house style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
+
+# The tutorials run as they are printed; a broken link or a block that fails ends the build.
+docs: $(READY) ## Build the documentation site in build/site, and run the code of its tutorials (about two minutes).
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs,digits]'
+	$(LAYOUT)
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove .venv and everything that was built.
 	rm -rf $(VENV) build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks s3d_fast/_C*.so s3d_fast/_C.txt

@@ -20,6 +20,9 @@ inputs and its result, measured in its own process. Cost against data is relativ
 a tenth of the memory that this amount would need: 1 is linear.
 """
 
+FIGURE = """
+![Bars: how many times as fast as plain PyTorch, and which fraction of the machine's limits](figures/benchmarks.svg)"""
+
 MEMORY = {"ours": "memory", "reference": "reference's memory"}
 
 NOTES = """
@@ -55,6 +58,9 @@ def table(results: dict[str, Any]) -> str:
     machine = results["machine_info"]["s3d_fast"]
     keys = ("processor", "threads", "instruction sets", "torch", "extension", "device", "CUDA", "triton")
     lines = [HEAD, "Machine: " + "; ".join(f"{key} {machine.get(key, '-')}" for key in keys) + "."]
+    # The notes and the figure of docs/ hold for CPUs.
+    on_cpu = machine.get("device", "cpu") == "cpu"
+    lines += [FIGURE] if on_cpu else []
     groups: dict[str, list[dict[str, Any]]] = {}
     for benchmark in results["benchmarks"]:
         if {"ratios", "table"} & set(benchmark["extra_info"]):
@@ -63,8 +69,7 @@ def table(results: dict[str, Any]) -> str:
         lines += ["", f"## {group}", ""]
         ready = [row for member in members for row in member["extra_info"].get("table", ())]
         lines += markdown(ready or _ratios([{**member["extra_info"], **member} for member in members]))
-    # The notes hold for CPUs.
-    return "\n".join(lines) + "\n" + (NOTES if machine.get("device", "cpu") == "cpu" else "")
+    return "\n".join(lines) + "\n" + (NOTES if on_cpu else "")
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:

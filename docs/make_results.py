@@ -1,4 +1,4 @@
-"""Write the tables of docs/results.md from docs/results.json: python docs/make_results.py."""
+"""Write the tables of docs/results.md and README.md from docs/results.json: python docs/make_results.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ sys.path.insert(0, str(DOCS))
 
 from marked import filled  # noqa: E402
 
-from s3d_fast.growth.record import EIGEN_STAGES  # noqa: E402
+from s3d_fast.records.record import EIGEN_STAGES  # noqa: E402
 
 CIFAR, MODELNET = "cifar100-mobilenet", "modelnet40-dgcnn"
 Run = dict[str, Any]
+FRONT_PAGE = {
+    "s3d": "grown by S3D, c = 1.3",
+    "s2d": "grown by S2D",
+    "net2net": "random splits (net2net)",
+    "uniform": "same size, from scratch, all epochs",
+    "scratch": "same size, from scratch, one phase",
+}
 
 
 def document() -> str:
@@ -41,6 +48,29 @@ def document() -> str:
         "loading": f"```\n{results['loading']}\n```\n",
     }
     return filled(DOCS / "results.md", parts)
+
+
+def front_page() -> str:
+    """Return the text of README.md with the table of what to expect."""
+    runs = json.loads((DOCS / "results.json").read_text())["runs"]
+    return filled(DOCS.parent / "README.md", {"expect": expect(runs)})
+
+
+def expect(runs: dict[str, Run]) -> str:
+    """Return the last network of every method on CIFAR-100: parameters, accuracy, and what its training took."""
+    rows = [["method", "parameters", "accuracy (%)", "time of training, relative to S3D"]]
+    times = training_times(runs)
+    for method in ("s3d", "s2d", "net2net", "uniform", "scratch"):
+        last = [run["phases"][-1] for run in of(runs, CIFAR, method)]
+        rows.append(
+            [
+                FRONT_PAGE[method],
+                f"{statistics.median(phase['params'] for phase in last):.0f}",
+                f"{statistics.median(100 * phase['accuracy'] for phase in last):.1f}",
+                f"{statistics.median(times[method]):.2f}",
+            ]
+        )
+    return table(rows)
 
 
 def commands(runs: dict[str, Run]) -> str:
@@ -73,6 +103,12 @@ def growth(runs: dict[str, Run], recipe: str, methods: Sequence[str]) -> str:
 def cost(runs: dict[str, Run]) -> str:
     """Return the total training time for the network after the last step, relative to S3D."""
     rows = [["method", "total training time for the last network, relative to S3D"]]
+    rows += [[title(method), spread(ratios, "{:.2f}")] for method, ratios in training_times(runs).items()]
+    return table(rows)
+
+
+def training_times(runs: dict[str, Run]) -> dict[str, list[float]]:
+    """Return the total training time of every seed's last network, relative to S3D, by method."""
     seeds = {run["seed"]: run["phases"][0]["seconds"]["train"] for run in of(runs, CIFAR, "seed")}
 
     def seconds(method: str, run: Run) -> float:
@@ -81,10 +117,10 @@ def cost(runs: dict[str, Run]) -> str:
         return seeds[run["seed"]] + sum(phase["seconds"]["train"] for phase in run["phases"])
 
     base = {run["seed"]: seconds("s3d", run) for run in of(runs, CIFAR, "s3d")}
-    for method in ("s3d", "s2d", "net2net", "uniform", "scratch"):
-        ratios = [seconds(method, run) / base[run["seed"]] for run in of(runs, CIFAR, method)]
-        rows.append([title(method), spread(ratios, "{:.2f}")])
-    return table(rows)
+    return {
+        method: [seconds(method, run) / base[run["seed"]] for run in of(runs, CIFAR, method)]
+        for method in ("s3d", "s2d", "net2net", "uniform", "scratch")
+    }
 
 
 def paired(runs: dict[str, Run]) -> str:
@@ -208,3 +244,4 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 if __name__ == "__main__":
     (DOCS / "results.md").write_text(document())
+    (DOCS.parent / "README.md").write_text(front_page())

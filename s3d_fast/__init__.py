@@ -18,7 +18,6 @@ from s3d_fast.capture.layers import capture_layers
 from s3d_fast.growth import schedules
 from s3d_fast.growth.checkpoint import layer_arguments, load_grown, resize_like, save_grown
 from s3d_fast.growth.grower import Grower
-from s3d_fast.growth.record import Phase
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.kernels.options import TritonOptions, triton_options
 from s3d_fast.maths.activations import Activation, Gaussian, activation, activation_names
@@ -38,6 +37,7 @@ from s3d_fast.operators import (
     SplittingOperator,
     SumOperator,
 )
+from s3d_fast.records.record import Phase
 from s3d_fast.solvers import Spectrum, extremal_eigenpairs
 from s3d_fast.splitting.optimizers import register_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan

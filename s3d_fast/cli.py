@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from s3d_fast import __version__
-from s3d_fast.commands import compare, grow, inspect, rbf, recipes, visualize
+from s3d_fast.commands import compare, grow, inspect, rbf, recipes, report, visualize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"s3d_fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (grow, recipes, inspect, compare, visualize, rbf):
+    for command in (grow, recipes, report, compare, inspect, visualize, rbf):
         command.add(commands)
     options = parser.parse_args(arguments)
     try:

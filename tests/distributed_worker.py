@@ -22,10 +22,10 @@ from torch import nn
 from s3d_fast import data
 from s3d_fast.base.world import World, joined
 from s3d_fast.growth import split_step as growth
-from s3d_fast.growth.record import Epoch, Phase
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.recipes import recipe
 from s3d_fast.recipes.running import Job, run
+from s3d_fast.records.record import Epoch, Phase
 from tests import grow_worker
 from tests.forked import launch
 

@@ -17,9 +17,9 @@ import s3d_fast as s3d
 from s3d_fast.base.world import World, joined
 from s3d_fast.capture.sharding import of_all_processes
 from s3d_fast.growth.checkpoint import optimizer_tensors
-from s3d_fast.growth.record import Epoch
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.models import DGCNN, MobileNetV1
+from s3d_fast.records.record import Epoch
 from tests.forked import launch
 
 # Three processes get 3, 3 and 2 of them.

@@ -24,7 +24,6 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table and write the report."""
-    report.require_matplotlib()
     folders = list(dict.fromkeys(folder.resolve() for folder in options.runs))
     print(text_table(report.comparison_table([report.read_run(folder) for folder in folders])))
     print(f"Written: {report.write_comparison(folders, options.out)}")

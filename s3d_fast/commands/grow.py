@@ -16,8 +16,8 @@ from s3d_fast import recipes, report
 from s3d_fast.base.tables import text_table
 from s3d_fast.base.world import World, joined
 from s3d_fast.commands.datasets import add_data_options, load_dataset
-from s3d_fast.growth.record import Phase
 from s3d_fast.recipes.running import METHODS, Job, run
+from s3d_fast.records.record import Phase
 
 LIKE = "uniform: match the number of parameters of this run in every phase; by default the filters that growth gives"
 # While a run is under way, its report is written at most this often.
@@ -71,9 +71,6 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Check before the run, so that a missing library cannot spoil its end.
-    if not options.no_report:
-        report.require_matplotlib()
     recipe = _recipe(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

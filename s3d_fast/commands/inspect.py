@@ -17,13 +17,14 @@ from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.curvature import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.growth.checkpoint import load_grown
-from s3d_fast.growth.run_folder import RunFolder, read_spectra
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.running import Job, first, make_loss, make_network
-from s3d_fast.recipes.saved import recipe_of, saved_network
+from s3d_fast.recipes.saved import is_own, recipe_of, saved_network
 from s3d_fast.recipes.split_data import SplitData
+from s3d_fast.records.run import read_run
+from s3d_fast.records.run_folder import RunFolder, read_spectra
 from s3d_fast.solvers import extremal_eigenpairs
 
 Ends = dict[str, tuple[np.ndarray, np.ndarray]]  # lambda_min and lambda_max of every unit
@@ -36,7 +37,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="show which layers of a saved network can be split, and their spectra",
         description="Print which layers can be split, why others cannot, and the extreme eigenvalues of every layer.",
     )
-    command.add_argument("folder", type=Path, metavar="RUN", help="folder of a run; or a recipe, with --dry-run")
+    command.add_argument(
+        "folder",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, of a recipe or of a Grower; or a recipe, with --dry-run",
+    )
     command.add_argument("--phase", type=int, help="phase of the network; the last by default")
     add_data_options(command)
     dry = command.add_argument_group("before a run starts")
@@ -57,6 +63,8 @@ def _run(options: argparse.Namespace) -> int:
         return _dry_run(options)
     if options.memory_budget is not None or options.processes != 1 or options.device != "auto":
         raise ValueError("--memory-budget, --processes and --device have no effect without --dry-run")
+    if is_own(options.folder):
+        return _recorded(options)
     about, path = saved_network(options.folder, options.phase)
     recipe = recipe_of(about)
     solved = sorted(path.parent.glob("spectra-*.safetensors"))
@@ -77,7 +85,39 @@ def _run(options: argparse.Namespace) -> int:
         print("\nThe run has not computed the spectra of this network; give --data to compute them.")
         return 0
     print(f"\nExtreme eigenvalues of the filters, from {where}; G: the gains for m = {recipe.m}, c = {recipe.c}:")
-    print(text_table(_table(ends, recipe)))
+    print(text_table(_table(ends, recipe.m, recipe.c)))
+    return 0
+
+
+def _recorded(options: argparse.Namespace) -> int:
+    """Print what the files of a run say about a network of one's own, which cannot be built here."""
+    if options.data is not None or options.workers is not None:
+        raise ValueError("--data and --workers go with a recipe's run; this is the run of a network of your own")
+    run = read_run(options.folder)
+    spectra = {phase.index for phase in run.phases if RunFolder(run.folder).file("spectra", phase.index).exists()}
+    indices = [phase.index for phase in run.phases]
+    if options.phase is not None and options.phase not in indices:
+        raise ValueError(f"{run.folder} has no phase {options.phase}; it has {', '.join(map(str, indices)) or 'none'}")
+    if not run.phases:
+        raise ValueError(f"{run.folder} has no phase yet")
+    # The last phase does not split: the phase before it is the last one with spectra.
+    index = options.phase if options.phase is not None else max(spectra, default=indices[-1])
+    phase = run.phases[indices.index(index)]
+    print(f"{run.title}, {run.label}, phase {index}: {phase.params} parameters, {phase.macs} MACs per sample\n")
+    rows = [["layer", "kind", "width", "splittable", "because"]]
+    for name, layer in run.about["layers"].items():
+        kind, why, can = (
+            layer.get(key) if isinstance(layer, dict) else None for key in ("kind", "because", "splittable")
+        )
+        rows.append([name, str(kind), str(phase.widths.get(name, "")), "yes" if can is True else "no", str(why)])
+    print(text_table(rows))
+    if index not in spectra:
+        print("\nThe run has not computed the spectra of this network.")
+        return 0
+    m, c = run.settings.get("m", 2), run.settings.get("c", 1.0)
+    m = m if m in (2, 3, 4) else 2
+    print(f"\nExtreme eigenvalues of the filters, from the run; G: the gains for m = {m}, c = {c}:")
+    print(text_table(_table(read_spectra(run.folder, index), m, c)))
     return 0
 
 
@@ -128,10 +168,10 @@ def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: a
     return ends, f"{len(batches) * recipe.split_batch} training samples"
 
 
-def _table(ends: Ends, recipe: recipes.Recipe) -> list[list[str]]:
+def _table(ends: Ends, m: int, c: float) -> list[list[str]]:
     rows = [["unit", "filters", "lambda_min: least", "median", "lambda_max: median", "largest", "G: least", "median"]]
     for unit, (low, high) in ends.items():
-        gain = split_gain(torch.from_numpy(low), torch.from_numpy(high), recipe.m, recipe.c).numpy()
+        gain = split_gain(torch.from_numpy(low), torch.from_numpy(high), m, c).numpy()
         values = (low.min(), np.median(low), np.median(high), high.max(), gain.min(), np.median(gain))
         rows.append([unit, str(len(low)), *(f"{value:.3g}" for value in values)])
     return rows

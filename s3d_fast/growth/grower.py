@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,17 +14,20 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from s3d_fast import env
 from s3d_fast.base import require
 from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_random_state
 from s3d_fast.base.world import ALONE, World
 from s3d_fast.growth import checkpoint
-from s3d_fast.growth.record import Epoch, Phase
-from s3d_fast.growth.run_folder import RunFolder
 from s3d_fast.growth.split_step import Options, SplitStep, timed
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
+from s3d_fast.network.wrapping import unwrap
+from s3d_fast.records.record import Epoch, Phase
+from s3d_fast.records.run_folder import RunFolder
+from s3d_fast.report.html import write_report
 from s3d_fast.splitting.optimizers import check_optimizer
 from s3d_fast.splitting.plan import SplitPlan
 
@@ -61,13 +66,16 @@ class Grower:
         memory_budget: the bytes that splitting operators may hold in memory, as for `capture`.
         units: names of the units that may be split; all by default.
         plan: makes the split plan from the phase and the graph; it replaces capture, eigenpairs and selection.
-        out: a folder for checkpoints and the history, see `RunFolder`. Without a folder nothing is written, and the run
-            cannot be resumed.
+        out: a folder for checkpoints, the history and a description of the run, see `RunFolder`. Without a folder
+            nothing is written, and the run cannot be resumed.
+        name: what is grown, for reports; by default the name of the model's class. Runs with the same name and
+            settings count as seeds of one experiment when they are compared.
         seed: the seed of the random states.
         after_phase: called with every phase after it is finished and saved.
         world: the processes that run this together. In each, `train`, `evaluate` and `batches` must use this process's
             part of the data. The first process writes the files.
         progress: show bars.
+        about: entries of run.json, in place of those that describe a network of one's own.
 
     Attributes:
         history: a `Phase` for each finished phase.
@@ -95,10 +103,12 @@ class Grower:
         units: Sequence[str] | None = None,
         plan: Callable[[int, Graph], SplitPlan] | None = None,
         out: str | Path | None = None,
+        name: str | None = None,
         seed: int = 0,
         after_phase: Callable[[Phase], object] = lambda phase: None,
         world: World = ALONE,
         progress: bool = False,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         require.count("phases", phases)
         require.count("seed", seed, at_least=0)
@@ -110,6 +120,8 @@ class Grower:
         self.memory_budget, self.units, self.plan = memory_budget, units, plan
         self.folder = None if out is None else RunFolder(out)
         self.seed, self.after_phase, self.world, self.progress = seed, after_phase, world, progress
+        self.name = type(unwrap(model)).__name__ if name is None else name
+        self.about = {} if about is None else dict(about)
         self.history: list[Phase] = []
         self.phase: Phase | None = None
         self.stopped: str | None = None
@@ -117,7 +129,7 @@ class Grower:
         self._unfinished: tuple[Phase, RandomState] | None = None
         # A model that cannot be traced, and bad options, fail here, before any training.
         self._graph = trace(model, example_input)
-        self._split_step().check(self._graph)
+        self._first_selection = self._split_step().check(self._graph)
         self.make_optimizer = optimizer
         self.optimizer = optimizer(model.parameters())
         check_optimizer(self.optimizer, model)
@@ -141,6 +153,7 @@ class Grower:
                 raise ValueError(f"out: {self.folder.path} holds a run already; resume it, or give another folder")
             if found is not None:
                 self._restore(found)
+            self._describe(resumed=found is not None)
         elif resume:
             raise ValueError("resume needs the folder of the run; give `out`")
         with tqdm(total=self.phases, initial=len(self.history), unit="phase", disable=not self.progress) as bar:
@@ -160,6 +173,19 @@ class Grower:
                 self.world.wait()
                 bar.update()
         return self.history
+
+    def report(self) -> Path:
+        """Write report.html and figures/*.svg into the folder of the run, finished or not; return the path of the page.
+
+        Raises:
+            ValueError: the run has no folder, or no phase is recorded yet.
+        """
+        if self.folder is None:
+            raise ValueError("a report is drawn from the files of a run; give `out` to the Grower")
+        if self.world.is_first:
+            write_report(self.folder.path)
+        self.world.wait()
+        return self.folder.path / "report.html"
 
     @property
     def graph(self) -> Graph:
@@ -249,7 +275,30 @@ class Grower:
             "optimizer": type(self.optimizer).__name__,
         }
         # A function is compared by its name: its address changes from run to run.
-        return json.loads(json.dumps(settings, default=lambda value: getattr(value, "__qualname__", str(type(value)))))
+        return json.loads(json.dumps(settings, default=_name_of))
+
+    def _describe(self, resumed: bool) -> None:
+        """Write run.json; a run that is resumed keeps the command and the environment that it began with."""
+        if self.folder is None or not self.world.is_first:
+            return
+        selection = self._first_selection
+        own = {name: value for name, value in self._settings().items() if name not in ("selection", "plan", "seed")}
+        if isinstance(self.train, EpochTrainer):
+            own["epochs"] = self.train.epochs
+        signed = "s2d" if selection.get("c") == 1 else "s3d"
+        about = {
+            "recipe": self.name,
+            "preset": "",
+            "method": signed if self.plan is None else getattr(self.plan, "__name__", "plan"),
+            "seed": self.seed,
+            "settings": {**selection, **own},
+            **described(self._graph),
+            **self.about,
+        }
+        if resumed and self.folder.is_described():
+            about |= self.folder.read_about() | self.about
+        about["settings"] = about["settings"] | {"steps": self.phases - 1}
+        self.folder.write_about(json.loads(json.dumps(about, default=_name_of)))
 
     def _save(self, kind: str, index: int, unfinished: Phase | None = None) -> None:
         """Write the history, and the checkpoint of a finished phase or of an epoch of the phase `unfinished`."""
@@ -299,3 +348,17 @@ class Grower:
         # A killed process may have written the checkpoint but not the history.
         if self.world.is_first:
             self._write_history(self._unfinished[0] if self._unfinished else None)
+
+
+def described(graph: Graph) -> dict[str, Any]:
+    """Return the entries of run.json that any run has: its layers, the environment, the command and the time."""
+    layers = {
+        name: {"kind": kind, "splittable": splittable == "yes", "because": because}
+        for name, kind, _, splittable, because in graph.explained()
+    }
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"layers": layers, "environment": env.report(), "command": sys.argv, "started": started}
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", str(type(value)))

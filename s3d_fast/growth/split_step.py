@@ -20,10 +20,10 @@ from s3d_fast.base.world import World
 from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.curvature import GROWTH_FLOOR, Curvature
 from s3d_fast.capture.sharding import of_all_processes
-from s3d_fast.growth.record import Phase
-from s3d_fast.growth.run_folder import RunFolder
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.undisturbed import undisturbed
+from s3d_fast.records.record import Phase
+from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.solvers import extremal_eigenpairs
 from s3d_fast.splitting.plan import SplitPlan
 from s3d_fast.splitting.selection import select
@@ -48,18 +48,20 @@ class SplitStep:
     world: World
     progress: bool
 
-    def check(self, graph: Graph) -> None:
-        """Raise ValueError or TypeError on bad options, before any training rather than after it."""
+    def check(self, graph: Graph) -> Options:
+        """Return the options of the first selection; raise ValueError or TypeError on bad options, before training."""
         Curvature(self.curvature, self.eps)
         if self.memory_budget is not None:
             byte_counts.as_bytes("memory_budget", self.memory_budget)
         for name in self.units or ():
             if name not in graph.units:
                 raise ValueError(f"units: {name!r} is not a unit of the model, which has {', '.join(graph.units)}")
-        select({}, graph, **self._selection(0, graph))
+        first = self._selection(0, graph)
+        select({}, graph, **first)
         extremal_eigenpairs([], **self.solver)
         if "generator" in self.solver:
             raise ValueError("solver: a generator has a state that a resumed run would not have; leave it out")
+        return first
 
     def __call__(
         self,

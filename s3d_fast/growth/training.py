@@ -15,8 +15,8 @@ from s3d_fast.base import require
 from s3d_fast.base.batches import length_of, moved
 from s3d_fast.base.losses import batch_loss
 from s3d_fast.base.world import ALONE, World
-from s3d_fast.growth.record import Epoch
 from s3d_fast.growth.schedules import Schedule, constant
+from s3d_fast.records.record import Epoch
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -234,7 +234,11 @@ class Graph:
 
     def explain(self) -> str:
         """Return a table of all layers: whether each can be split, and why not."""
-        rows = [["layer", "kind", "width", "splittable", "because"]]
+        return text_table([["layer", "kind", "width", "splittable", "because"], *self.explained()])
+
+    def explained(self) -> list[list[str]]:
+        """Return a row for every layer: its name, kind and width, "yes" or "no" for a split, and why."""
+        rows = []
         for layer in self.layers.values():
             unit = self.units.get(layer.name)
             if unit is not None:
@@ -249,7 +253,7 @@ class Graph:
                 because = f"follows {', '.join(followed)}" if followed else "has no filters of its own"
             rows.append([layer.name, layer.kind, str(layer.width), "no" if unit is None else "yes", because])
         rows += [[name, "parameter", "", "no", "the model does not use it in eval mode"] for name in self.unused]
-        return text_table(rows)
+        return rows
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError unless the model's tensors have the sizes that they had when the model was traced."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,17 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import env
 from s3d_fast.base import require
 from s3d_fast.base.batches import moved
 from s3d_fast.base.random_state import seed_all
 from s3d_fast.base.world import ALONE, World
 from s3d_fast.data.sources import Dataset, Source
 from s3d_fast.growth.checkpoint import load_grown
-from s3d_fast.growth.grower import Grower
-from s3d_fast.growth.record import Phase
-from s3d_fast.growth.run import read_run
-from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.growth.grower import Grower, described
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
@@ -34,6 +28,9 @@ from s3d_fast.network.tracing import trace
 from s3d_fast.recipes import baselines
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.recipes.split_data import SplitData
+from s3d_fast.records.record import Phase
+from s3d_fast.records.run import read_run
+from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.splitting.plan import SplitPlan
 
 METHODS = {
@@ -147,10 +144,9 @@ def run(job: Job, resume: bool = False) -> list[Phase]:
     # Find everything that can be wrong with the job before touching its folder.
     if job.method == "uniform":
         sizes = uniform_sizes(job)
-        _describe(job, resume)
-        return _from_scratch(job, sizes, resume)
+        return _from_scratch(job, sizes, _about(job, resume), resume)
     grower = _growth(job)
-    _describe(job, resume)
+    grower.about = _about(job, resume)
     return grower.run(resume)
 
 
@@ -232,6 +228,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
         "evaluate": lambda trained: evaluate(trained, test, last, world),
         "world": world,
         "after_phase": job.after_phase,
+        "name": recipe.name,
         "seed": job.seed,
         "progress": job.progress and world.is_first,
         **options,
@@ -291,9 +288,13 @@ def _growth(job: Job) -> Grower:
     )
 
 
-def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], resume: bool) -> list[Phase]:
+def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], about: dict[str, Any], resume: bool) -> list[Phase]:
     """Train a network of every size; each is a run of one phase in its own folder."""
     recipe, history = job.recipe, []
+    if job.out is not None and job.world.is_first:
+        model = make_network(replace(recipe, widths=sizes[0]), job.dataset.classes, job.seed, job.torch_device)
+        graph = trace(model, torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
+        RunFolder(job.out).write_about(about | described(graph))
     for index, widths in enumerate(sizes):
         epochs = recipe.epochs * (index + 1 if job.scratch == "total" else 1)
         alone = replace(recipe, widths=widths, steps=0, epochs=epochs)
@@ -332,14 +333,12 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
     return [baselines.scaled_widths(recipe.widths, phase.params, size) for phase in phases[: recipe.steps + 1]]
 
 
-def _describe(job: Job, resume: bool) -> None:
-    """Write run.json: the settings of the run and its environment.
+def _about(job: Job, resume: bool) -> dict[str, Any]:
+    """Return the entries of run.json that describe a recipe's run.
 
     Raises:
         ValueError: the folder holds another run.
     """
-    if job.out is None or not job.world.is_first:
-        return
     about = {
         "recipe": job.recipe.name,
         "preset": job.preset,
@@ -354,9 +353,12 @@ def _describe(job: Job, resume: bool) -> None:
         "precision": job.precision,
     }
     about = json.loads(json.dumps(about))
+    if job.out is None or not job.world.is_first:
+        return about
     folder = RunFolder(job.out)
-    if (job.out / "run.json").exists():
-        was = folder.read_about()
+    was = folder.read_about() if folder.is_described() else None
+    # The run of a network of one's own has no preset.
+    if was is not None and was["preset"]:
         differing = [name for name in about if _fixed(was.get(name)) != _fixed(about[name])]
         if differing:
             raise ValueError(f"out: {job.out} holds another run: {', '.join(differing)} differ; give another folder")
@@ -364,10 +366,7 @@ def _describe(job: Job, resume: bool) -> None:
             raise ValueError(f"out: {job.out} holds a run already; resume it, or give another folder")
     elif folder.latest() is not None:
         raise ValueError(f"out: {job.out} holds a run of something else than a recipe; give another folder")
-    about["environment"] = env.report()
-    about["command"] = sys.argv
-    about["started"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    folder.write_about(about)
+    return about
 
 
 def _fixed(value: Any) -> Any:

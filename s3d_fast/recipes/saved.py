@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from s3d_fast import recipes
-from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.records.run_folder import RunFolder
+
+
+def is_own(run: Path) -> bool:
+    """Return whether a folder holds the run of a network of one's own; its recipe is then only a name."""
+    return not RunFolder(run).read_about()["preset"]
 
 
 def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:

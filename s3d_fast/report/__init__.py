@@ -1,8 +1,8 @@
 """Reports of runs: figures, the report of one run, and the comparison of several."""
 
-from s3d_fast.growth.record import PhaseRecord
-from s3d_fast.growth.run import Run, eigen_share, read_run
-from s3d_fast.growth.run_folder import read_spectra
+from s3d_fast.records.record import PhaseRecord
+from s3d_fast.records.run import Run, eigen_share, read_run
+from s3d_fast.records.run_folder import read_spectra
 from s3d_fast.report.comparison import comparison_table
 from s3d_fast.report.drawing import require_matplotlib
 from s3d_fast.report.html import write_comparison, write_report

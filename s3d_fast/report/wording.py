@@ -35,6 +35,11 @@ def change(value: float | None) -> str:
     return NOTHING if value is None else f"{value:+.3g}".replace("-", "−")
 
 
+def signed(value: int) -> str:
+    """Return a whole number with its sign, such as "+8"."""
+    return f"{value:+,}".replace("-", "−")
+
+
 def percent(share: float) -> str:
     """Return 0.0312 as "3.1 %"."""
     return NOTHING if math.isnan(share) else f"{100 * share:.1f} %"

@@ -519,7 +519,7 @@ def test_checkpoints_of_epochs_are_removed_after_their_phase(whole_epochs: tuple
     names = sorted(path.name for path in whole_epochs[0].iterdir())
     networks, phases = ([f"{kind}-{index:03d}.safetensors" for index in range(3)] for kind in ("network", "phase"))
     spectra = ["spectra-000.safetensors", "spectra-001.safetensors"]
-    assert names == ["history.jsonl", *networks, *phases, *spectra]
+    assert names == ["history.jsonl", *networks, *phases, "run.json", *spectra]
 
 
 def test_the_history_is_in_a_file(whole_epochs: tuple[Path, s3d.Grower]) -> None:

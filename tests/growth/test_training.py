@@ -21,9 +21,9 @@ from s3d_fast import schedules
 from s3d_fast.base.batches import moved
 from s3d_fast.base.random_state import random_state, seed_all, set_random_state
 from s3d_fast.base.world import World
-from s3d_fast.growth.record import Epoch
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.models.mlp import MLP
+from s3d_fast.records.record import Epoch
 
 cross_entropy = nn.functional.cross_entropy
 

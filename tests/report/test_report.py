@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 import os
@@ -11,14 +9,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors.numpy import save_file
 
 from s3d_fast.base.tables import text_table
-from s3d_fast.growth.run_folder import read_spectra
+from s3d_fast.records.run_folder import read_spectra
 from s3d_fast.report import (
     comparison,
     comparison_table,
@@ -29,10 +27,14 @@ from s3d_fast.report import (
     write_comparison,
     write_report,
 )
-from s3d_fast.report.drawing import label, symlog_threshold
+from s3d_fast.report.scales import symlog_threshold
+from s3d_fast.report.svg import shortened
 
 ENDS = ("lambda_min", "lambda_max")
-FIGURES = ("costs", "widths", "spectra", "promises", "times", "training")
+FILES = (
+    *("costs-params", "costs-macs", "costs-compute", "widths", "training", "spectra-00", "spectra-01"),
+    *("times-all", "times-splitting", "promises"),
+)
 
 
 def phase(index: int, accuracy: float = 0.5, *, split: bool = True, **changes: Any) -> dict[str, Any]:
@@ -138,35 +140,30 @@ class Page(HTMLParser):
         head, *rows = next(table for table in self.tables if table[0][0] == first)
         return [dict(zip(head, row, strict=True)) for row in rows]
 
-    def images(self) -> list[bytes]:
-        sources = [str(attributes["src"]) for tag, attributes in self.tags if tag == "img"]
-        prefix = "data:image/png;base64,"
-        assert all(source.startswith(prefix) for source in sources)
-        return [base64.b64decode(source.removeprefix(prefix), validate=True) for source in sources]
+    def plots(self) -> list[str]:
+        """Return the SVG of every plot, without the samples of legends."""
+        return re.findall(r'<svg class="plot" xmlns.*?</svg>', self.source, re.DOTALL)
 
 
-def assert_drawn(data: bytes) -> None:
-    pixels = np.asarray(Image.open(io.BytesIO(data)).convert("L"))
-    assert min(pixels.shape) > 200
-    assert 0.002 < (pixels < 200).mean() < 0.6
+def drawn(svg: str) -> ElementTree.Element:
+    """Return the root of a plot that is well-formed XML and has marks, scales and values on hover."""
+    root = ElementTree.fromstring(svg)
+    names = [element.tag.rpartition("}")[2] for element in root.iter()]
+    assert {"path", "text"} <= set(names)
+    assert 'class="spot"' in svg
+    return root
 
 
 def assert_self_contained(page: Page) -> None:
     names = {name for tag, attributes in page.tags for name in attributes}
-    assert not names & {"href", "srcset", "action", "background"}
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "base"}
-    without_images = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "data:", page.source)
-    assert set(re.findall(r"src=.{7}", without_images)) <= {'src="data:"'}
-    assert "http" not in without_images
-    assert "url(" not in without_images
-    assert "@import" not in without_images
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the drawing of figures, which is slow, in tests that read only the text."""
-    for module in (figures, comparison):
-        monkeypatch.setattr(module, "png", lambda figure: b"\x89PNG")
+    assert not names & {"href", "xlink:href", "src", "srcset", "action", "background"}
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "base", "img"}
+    assert not any(name.startswith("on") for name in names)
+    # The name of SVG's namespace is not an address that anything loads.
+    source = page.source.replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in source
+    assert "url(" not in source
+    assert "@import" not in source
 
 
 def test_report_has_the_numbers_of_every_phase_and_all_figures(tmp_path: Path) -> None:
@@ -182,20 +179,28 @@ def test_report_has_the_numbers_of_every_phase_and_all_figures(tmp_path: Path) -
         "MACs": "50,000",
         "accuracy": "0.3100",
         "loss": "1.2500",
-        "predicted change": "−0.0134",
-        "measured change": "−0.0125",
-        "new filters": "24",
-        "splits (negative)": "24 (5)",
-        "unconverged": "2",
+        "epochs": "3",
         "time": "1 min 40 s",
         # Capture, solve, select and split took 6 of 100 seconds.
         "eigen share": "6.0 %",
     }
     assert (second["params"], second["accuracy"], second["width"]) == ("2,000", "0.5200", "48")
-    assert (third["predicted change"], third["measured change"], third["unconverged"]) == ("–", "–", "–")
     assert third["eigen share"] == "0.0 %"
+    split, _ = page.table("after phase")
+    assert split == {
+        "after phase": "0",
+        "predicted change": "−0.0134",
+        "measured change": "−0.0125",
+        "new filters": "24",
+        "splits (negative)": "24 (5)",
+        "unconverged": "2",
+    }
     assert "digits (quick): s3d c=1.3, seed 0" in page.text
-    assert ["fraction", "0.35"] in page.tables[0]
+    assert ["fraction", "0.35"] in page.tables[2]
+    # The result comes first; settings are folded away.
+    first_words = page.source[page.source.index("<body>") :]
+    assert first_words.index("Accuracy went from 0.3100 to 0.6400") < first_words.index("<svg")
+    assert [attributes for tag, attributes in page.tags if tag == "details"] == [{}, {}]
     assert "from 0.3100 with 1,000 parameters to 0.6400 with 4,000" in page.text
     # For both splits, measured / predicted is 0.0125 / 0.0134.
     assert "the median of measured / predicted is 0.93" in page.text
@@ -204,11 +209,37 @@ def test_report_has_the_numbers_of_every_phase_and_all_figures(tmp_path: Path) -
     assert "Left out" not in page.text
 
     assert_self_contained(page)
-    images = page.images()
-    files = {name: (folder / "figures" / f"{name}.png").read_bytes() for name in FIGURES}
-    assert images == list(files.values())
-    for image in images:
-        assert_drawn(image)
+    assert len(page.plots()) == len(FILES)
+    for svg in page.plots():
+        drawn(svg)
+    assert {path.stem for path in (folder / "figures").iterdir()} == set(FILES)
+    for name in FILES:
+        # A file of its own holds the same plot, with the colours of both modes.
+        alone = (folder / "figures" / f"{name}.svg").read_text()
+        drawn(alone)
+        assert "prefers-color-scheme: dark" in alone
+
+
+def test_values_are_shown_on_hover(tmp_path: Path) -> None:
+    page = Page(write_report(write_run(tmp_path / "run", about(), three_phases())))
+    shown = [str(attributes["aria-label"]) for _, attributes in page.tags if attributes.get("class") == "spot"]
+    assert "phase 1, accuracy 0.5200, 2,000 parameters" in shown
+    # Three epochs of 64 samples at 50,000 MACs, then three at 100,000.
+    assert "phase 1, accuracy 0.5200, 28.80M MACs x samples" in shown
+    assert "conv1, phase 2: 32 (+16)" in shown
+    assert "phase 0: solve, 3.5 s, all splitting: 6.0 % of the phase" in shown
+    assert "phase 0, predicted −0.0134, measured −0.0125" in shown
+    assert "phase 0, epoch 1, loss 1.0000" in shown
+    assert any(label.startswith("λ min after phase 1, median −0.0") for label in shown)
+
+
+def test_layers_without_a_name_are_shown_with_their_kind(tmp_path: Path) -> None:
+    layers = {"0": {"kind": "conv"}, "features.3": {"kind": "linear"}, "head": {"kind": "linear"}, "5": "nonsense"}
+    widths = dict.fromkeys([*layers, "7"], 4)
+    folder = write_run(tmp_path / "run", about() | {"layers": layers}, [phase(0, split=False, widths=widths)])
+    run = read_run(folder)
+    assert [run.layer_name(unit) for unit in widths] == ["0 conv", "features.3 linear", "head", "5", "7"]
+    assert "0 conv" in Page(write_report(folder)).text
 
 
 def test_a_figure_is_the_same_when_it_is_drawn_again(tmp_path: Path) -> None:
@@ -245,12 +276,12 @@ def test_the_report_of_a_single_phase_leaves_out_figures_of_splits(tmp_path: Pat
     assert "Left out: no split has both a predicted and a measured change of the loss." in page.text
     assert "Left out: no split has recorded eigenvalues." in page.text
     assert "The run ended with its last phase." in page.text
-    assert {path.stem for path in (folder / "figures").iterdir()} == {"costs", "widths", "times", "training"}
-    for image in page.images():
-        assert_drawn(image)
+    expected = {"costs-params", "costs-macs", "costs-compute", "widths", "times-all", "training"}
+    assert {path.stem for path in (folder / "figures").iterdir()} == expected
+    for svg in page.plots():
+        drawn(svg)
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_report_shows_that_a_run_is_in_progress(tmp_path: Path) -> None:
     now = phase(2, split=False, metrics={}, seconds={})
     now["epochs"] = now["epochs"][:2]
@@ -260,12 +291,11 @@ def test_the_report_shows_that_a_run_is_in_progress(tmp_path: Path) -> None:
     assert (last["phase"], last["accuracy"], last["time"], last["eigen share"]) == ("2 (in progress)", "–", "–", "–")
     assert "Phase 2 was in progress, with 2 epochs recorded." in page.text
     assert "Training loss of 8 epochs over 3 phases" in page.text
-    assert len(page.images()) == 6
+    assert len(page.plots()) == len(FILES)
     rows = comparison_table([read_run(folder)])
     assert [row[1] for row in rows[1:]] == ["0", "1"]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", about(), three_phases()[:2])
     history = folder / "history.jsonl"
@@ -301,23 +331,23 @@ def test_nulls_and_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> N
     save_file({"conv1/lambda_min": values, "conv1/lambda_max": values}, folder / "spectra-001.safetensors")
     page = Page(write_report(folder))
     _, row, _ = page.table("phase")
-    assert (row["accuracy"], row["loss"], row["measured change"]) == ("–", "–", "–")
-    assert row["predicted change"] == "−0.0134"
+    assert (row["accuracy"], row["loss"]) == ("–", "–")
+    assert page.table("after phase")[1]["predicted change"] == "−0.0134"
+    assert page.table("after phase")[1]["measured change"] == "–"
     assert "4 values that are not finite are left out" in page.text
     assert "1 without a finite loss are gaps" in page.text
-    assert len(page.images()) == 6
+    assert len(page.plots()) == len(FILES)
     assert not re.search(r"\b(nan|inf|None)\b", page.text)
 
 
 def test_figures_without_data_are_left_out_with_a_reason(tmp_path: Path) -> None:
     phases = [phase(index, metrics={}, epochs=[], split=False, seconds={}, macs=0) for index in range(2)]
     page = Page(write_report(write_run(tmp_path / "run", about(), phases)))
-    assert len(page.images()) == 1
+    assert len(page.plots()) == 1
     for why in ("no phase has a metric", "no phase has times", "no epoch has a loss", "no split has recorded"):
         assert f"Left out: {why}" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_another_metric_replaces_accuracy(tmp_path: Path) -> None:
     phases = [phase(index, metrics={"perplexity": 320.5 - index, "bits": 0.0}, split=index < 1) for index in range(2)]
     folder = write_run(tmp_path / "run", about(), phases)
@@ -347,17 +377,18 @@ def test_hostile_names_are_shown_as_text(tmp_path: Path) -> None:
     page = Page(write_report(folder))
     assert page.text.count(evil) >= 6
     assert_self_contained(page)
-    assert len(page.images()) == 6
+    assert len(page.plots()) == 11
+    for path in (folder / "figures").iterdir():
+        assert not [one for one in ElementTree.parse(path).iter() if "script" in one.tag]
     compared = Page(write_comparison([folder], tmp_path / "out"))
     assert evil in compared.text
     assert_self_contained(compared)
 
 
 def test_labels_for_figures_are_plain_and_short() -> None:
-    assert label("layer1.conv") == "layer1.conv"
-    assert label("a$b$") == r"a\$b\$"
-    assert label("重\n\x00é") == "???é"
-    assert len(label("x" * 300)) <= 30
+    assert shortened("layer1.conv") == "layer1.conv"
+    assert shortened("重\n\x00é\ud800") == "重??é?"
+    assert shortened("x" * 300) == "x" * 15 + "…" + "x" * 14
 
 
 def test_missing_and_broken_spectra_are_reported(tmp_path: Path) -> None:
@@ -366,10 +397,10 @@ def test_missing_and_broken_spectra_are_reported(tmp_path: Path) -> None:
     (folder / "spectra-000.safetensors").unlink()
     figure = figures.spectra_figure(run)
     assert figure.caption.endswith("Not shown: spectra-000.safetensors is missing.")
-    assert figure.image is not None
+    assert figure.plots
     (folder / "spectra-001.safetensors").write_bytes(b"nonsense")
     figure = figures.spectra_figure(run)
-    assert figure.image is None
+    assert not figure.plots
     assert "spectra-000.safetensors is missing; spectra-001.safetensors must be a safetensors file" in figure.caption
     save_file({"conv1/lambda_min": np.ones(3, dtype=np.float32)}, folder / "spectra-001.safetensors")
     with pytest.raises(ValueError, match="must hold vectors lambda_min and lambda_max for 'conv1'"):
@@ -417,7 +448,6 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
         write_comparison([], tmp_path)
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_report_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     folder = write_run(tmp_path / "run", about(), [phase(0, split=False)])
@@ -463,13 +493,13 @@ def test_comparison_table_has_medians_and_ranges_over_seeds(compared: list[Path]
     runs = [read_run(folder) for folder in compared[::-1]]
     rows = comparison_table(runs)
     assert rows == [
-        ["method", "phase", "seeds", "params", "MACs", "accuracy"],
-        ["s2d", "0", "2", "1,000", "50.00k", "0.2500 [0.2000, 0.3000]"],
-        ["s2d", "1", "2", "2,005 [2,000, 2,010]", "100.0k", "0.4050 [0.4000, 0.4100]"],
-        ["s2d", "2", "2", "4,000", "200.0k", "0.5100 [0.5000, 0.5200]"],
-        ["s3d c=1.3", "0", "3", "1,000", "50.00k", "0.3100 [0.3000, 0.3600]"],
-        ["s3d c=1.3", "1", "3", "2,010 [2,000, 2,020]", "100.0k", "0.5100 [0.5000, 0.5800]"],
-        ["s3d c=1.3", "2", "2", "4,000", "200.0k", "0.6500 [0.6000, 0.7000]"],
+        ["method", "phase", "seeds", "params", "MACs", "epochs", "MACs x samples", "accuracy"],
+        ["s2d", "0", "2", "1,000", "50.00k", "3", "9.600M", "0.2500 [0.2000, 0.3000]"],
+        ["s2d", "1", "2", "2,005 [2,000, 2,010]", "100.0k", "6", "28.80M", "0.4050 [0.4000, 0.4100]"],
+        ["s2d", "2", "2", "4,000", "200.0k", "9", "67.20M", "0.5100 [0.5000, 0.5200]"],
+        ["s3d c=1.3", "0", "3", "1,000", "50.00k", "3", "9.600M", "0.3100 [0.3000, 0.3600]"],
+        ["s3d c=1.3", "1", "3", "2,010 [2,000, 2,020]", "100.0k", "6", "28.80M", "0.5100 [0.5000, 0.5800]"],
+        ["s3d c=1.3", "2", "2", "4,000", "200.0k", "9", "67.20M", "0.6500 [0.6000, 0.7000]"],
     ]
     assert "0.6500 [0.6000, 0.7000]" in text_table(rows)
 
@@ -481,7 +511,12 @@ def test_the_comparison_page_has_the_tables_and_figures_of_all_runs(compared: li
     page = Page(path)
     assert_self_contained(page)
     assert "digits (quick): 5 runs" in page.text
-    phases, runs = page.tables
+    end, phases, runs = page.tables
+    assert end == [
+        ["method", "accuracy", "params", "MACs", "epochs", "MACs x samples", "phase", "seeds"],
+        ["s3d c=1.3", "0.6500 [0.6000, 0.7000]", "4,000", "200.0k", "9", "67.20M", "2", "2"],
+        ["s2d", "0.5100 [0.5000, 0.5200]", "4,000", "200.0k", "9", "67.20M", "2", "2"],
+    ]
     assert phases == comparison_table([read_run(folder) for folder in compared])
     assert [row[:4] for row in runs[1:]] == [
         ["s3d c=1.3", "0", "3", "0.7000"],
@@ -493,10 +528,31 @@ def test_the_comparison_page_has_the_tables_and_figures_of_all_runs(compared: li
     assert "s3d c=1.3, seed 2: The run was not over" in page.text
     assert "s2d, seed 0: " not in page.text
     files = sorted(path.parent.joinpath("figures").iterdir())
-    assert [file.name for file in files] == ["compare-costs.png", "compare-promises.png", "compare-times.png"]
-    assert sorted(page.images()) == sorted(file.read_bytes() for file in files)
-    for image in page.images():
-        assert_drawn(image)
+    expected = ("costs-macs", "costs-params", "promises", "training-compute", "training-times")
+    assert [file.name for file in files] == [f"compare-{name}.svg" for name in expected]
+    assert len(page.plots()) == len(files)
+    for svg in [*page.plots(), *(file.read_text() for file in files)]:
+        drawn(svg)
+
+
+def test_a_comparison_says_what_each_method_was_given(tmp_path: Path) -> None:
+    runs = {
+        "grown": (about(), three_phases()),
+        "scratch": (about("uniform"), three_phases()),
+        "started": (about("s2d") | {"start": "/somewhere"}, [phase(0, epochs=[]), phase(1), phase(2, split=False)]),
+        "own loop": (about("net2net"), [phase(0, epochs=[]), phase(1, epochs=[], split=False)]),
+    }
+    folders = [write_run(tmp_path / name, *run) for name, run in runs.items()]
+    rows = comparison_table([read_run(folder) for folder in folders])
+    given = {(row[0], row[1]): (row[5], row[6]) for row in rows[1:]}
+    # Phases have 3 epochs of 64 samples, at 50,000, 100,000 and 200,000 MACs.
+    assert given["s3d c=1.3", "2"] == ("9", "67.20M")
+    assert given["uniform", "2"] == ("3", "38.40M")
+    assert given["s2d", "2"] == ("6", "57.60M")
+    assert given["net2net", "1"] == ("–", "–")
+    page = Page(write_comparison(folders, tmp_path / "out"))
+    assert "do not count the training of that network" in page.text
+    assert "Left out: some phases do not tell the samples that they were trained on." in page.text
 
 
 def test_runs_are_grouped_by_their_settings_and_labels_name_the_differences(tmp_path: Path) -> None:
@@ -541,7 +597,6 @@ def test_a_split_without_gains_has_no_prediction(tmp_path: Path) -> None:
     assert len(figures.promised_and_measured(run.phases)) == 1
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_comparison_reports_different_recipes(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / recipe, about() | {"recipe": recipe}, [phase(0, split=False, seconds={})])

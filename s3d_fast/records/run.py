@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from s3d_fast.growth.record import EIGEN_STAGES, PhaseRecord
-from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.records.record import EIGEN_STAGES, PhaseRecord
+from s3d_fast.records.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,22 @@ class Run:
     def is_grown(self) -> bool:
         """Whether every phase continues from the one before; the networks of "uniform" are trained from scratch."""
         return self.method != "uniform"
+
+    @property
+    def starts_trained(self) -> bool:
+        """Whether the first phase has no training: the run started from a trained network."""
+        return bool(self.about.get("start") or self.settings.get("trained"))
+
+    @property
+    def title(self) -> str:
+        """The recipe and its preset, or the name of a network of one's own."""
+        return f"{self.recipe} ({self.preset})" if self.preset else self.recipe
+
+    def layer_name(self, unit: str) -> str:
+        """Return the name of a unit; one that ends in a number, as in nn.Sequential, with the kind of its layer."""
+        layer = self.about["layers"].get(unit)
+        kind = layer.get("kind") if isinstance(layer, dict) else None
+        return f"{unit} {kind}" if isinstance(kind, str) and unit.rpartition(".")[2].isdigit() else unit
 
     @property
     def choices(self) -> dict[str, Any]:

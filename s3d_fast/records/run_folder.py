@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
 from s3d_fast.base.files import write_whole
-from s3d_fast.growth import checkpoint
-from s3d_fast.growth.json_records import mapping, shown, to_json
-from s3d_fast.growth.record import PhaseRecord, read_phase
+from s3d_fast.records.json_records import mapping, shown, to_json
+from s3d_fast.records.record import PhaseRecord, read_phase
 
 # The entries of run.json: name -> (type, type in words, default).
 ABOUT: dict[str, tuple[type, str, Any]] = {
     "recipe": (str, "a string", None),
-    "preset": (str, "a string", None),
+    "preset": (str, "a string", ""),  # empty for a network of one's own
     "method": (str, "a string", None),
     "seed": (int, "an integer", None),
     "settings": (dict, "an object", {}),
+    "layers": (dict, "an object", {}),
     "environment": (dict, "an object", {}),
     "command": (list, "a list", []),
 }
@@ -39,7 +40,7 @@ class RunFolder:
     - `network-000.safetensors`: the network after the training of phase 0.
     - `spectra-000.safetensors`: the extreme eigenvalues of that network's filters.
     - `history.jsonl`: a line for every phase.
-    - `run.json`: the recipe, settings and environment of a recipe's run.
+    - `run.json`: what is grown, the settings, the layers and the environment.
     """
 
     KINDS = ("phase", "epoch", "network", "spectra")
@@ -53,8 +54,9 @@ class RunFolder:
         for kind in self.KINDS:
             for path in self.path.glob(f".{kind}-*.safetensors.*.tmp"):
                 path.unlink(missing_ok=True)
-        for path in self.path.glob(".history.jsonl.*.tmp"):
-            path.unlink(missing_ok=True)
+        for name in ("history.jsonl", "run.json"):
+            for path in self.path.glob(f".{name}.*.tmp"):
+                path.unlink(missing_ok=True)
         self.forget_epochs()
 
     def file(self, kind: str, phase: int) -> Path:
@@ -88,8 +90,9 @@ class RunFolder:
         """Write lambda_min and lambda_max of the filters of every unit, as UNIT/lambda_min and UNIT/lambda_max."""
         tensors = {}
         for unit, (low, high) in spectra.items():
-            tensors[f"{unit}/lambda_min"], tensors[f"{unit}/lambda_max"] = low.float(), high.float()
-        checkpoint.write(self.file("spectra", phase), tensors, {"phase": phase})
+            for end, values in (("lambda_min", low), ("lambda_max", high)):
+                tensors[f"{unit}/{end}"] = values.detach().float().cpu().contiguous().clone()
+        write_whole(self.file("spectra", phase), serialize(tensors))
 
     def read_spectra(self, phase: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return lambda_min and lambda_max, each (M,), of the filters of every unit before the split of a phase.
@@ -144,6 +147,10 @@ class RunFolder:
         """Write run.json, the description of the run."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "run.json", (json.dumps(about, indent=1) + "\n").encode())
+
+    def is_described(self) -> bool:
+        """Return whether there is a run.json."""
+        return (self.path / "run.json").is_file()
 
     def read_about(self) -> dict[str, Any]:
         """Return the content of run.json, the description of the run.

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from s3d_fast.growth.json_records import to_json
-from s3d_fast.growth.record import Epoch, Phase, PhaseRecord, read_phase
-from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.records.json_records import to_json
+from s3d_fast.records.record import Epoch, Phase, PhaseRecord, read_phase
+from s3d_fast.records.run_folder import RunFolder
 
 NEEDED = {"index": 1, "widths": {"a": 3}, "params": 10, "macs": 20}
 

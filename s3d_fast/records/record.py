@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
-from s3d_fast.growth.json_records import READERS, mapping, read, shown
+from s3d_fast.records.json_records import READERS, mapping, read, shown
 
 EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
 """The stages of a phase that belong to splitting; the others are training and evaluation."""
