@@ -28,8 +28,9 @@ from s3d_fast.network.costs import Cost, count, marginal
 from s3d_fast.network.graph import Graph, Unit
 from s3d_fast.network.registered import register_layer
 from s3d_fast.network.rules import Rule, register_operation
+from s3d_fast.network.sharding import unsharded
 from s3d_fast.network.tracing import trace
-from s3d_fast.network.wrapping import unsharded
+from s3d_fast.network.wrapping import rewrap
 from s3d_fast.operators import (
     ConvOperator,
     DenseOperator,
@@ -93,6 +94,7 @@ __all__ = [
     "register_operation",
     "register_optimizer",
     "resize_like",
+    "rewrap",
     "save_grown",
     "schedules",
     "select",

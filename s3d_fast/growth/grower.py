@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from s3d_fast.base import require
 from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_random_state
-from s3d_fast.base.world import ALONE, World
+from s3d_fast.base.world import World, existing
 from s3d_fast.growth import checkpoint
 from s3d_fast.growth.record import Epoch, Phase
 from s3d_fast.growth.run_folder import RunFolder
@@ -65,8 +65,10 @@ class Grower:
             cannot be resumed.
         seed: the seed of the random states.
         after_phase: called with every phase after it is finished and saved.
-        world: the processes that run this together. In each, `train`, `evaluate` and `batches` must use this process's
-            part of the data. The first process writes the files.
+        world: the processes that run this together; by default those of the process group that exists, if there is one.
+            In each, `train`, `evaluate` and `batches` must use this process's part of the data. The first process
+            writes the files. To resume, the process with the newest checkpoint sends it to the others, so folders need
+            not be shared.
         progress: show bars.
 
     Attributes:
@@ -97,7 +99,7 @@ class Grower:
         out: str | Path | None = None,
         seed: int = 0,
         after_phase: Callable[[Phase], object] = lambda phase: None,
-        world: World = ALONE,
+        world: World | None = None,
         progress: bool = False,
     ) -> None:
         require.count("phases", phases)
@@ -109,7 +111,8 @@ class Grower:
         self.solver = {"tol": 1e-2} if solver is None else dict(solver)
         self.memory_budget, self.units, self.plan = memory_budget, units, plan
         self.folder = None if out is None else RunFolder(out)
-        self.seed, self.after_phase, self.world, self.progress = seed, after_phase, world, progress
+        self.seed, self.after_phase, self.progress = seed, after_phase, progress
+        self.world = existing() if world is None else world
         self.history: list[Phase] = []
         self.phase: Phase | None = None
         self.stopped: str | None = None
@@ -127,20 +130,21 @@ class Grower:
         """Run all phases that are left; return the history.
 
         Args:
-            resume: continue from the last checkpoint in `out`; start from the beginning if there is none.
+            resume: continue from the last checkpoint in `out`; start from the beginning if there is none. Processes that
+                torchrun has restarted always continue the run that they had begun.
 
         Raises:
             ValueError: `resume` without `out`; a folder that holds another run; a loss that is not finite.
         """
         if self.folder is not None:
-            if self.world.is_first:
-                self.folder.prepare()
-            self.world.wait()
-            found = self.folder.latest()
+            resume = resume or self.world.from_first(self.folder.was_begun_by_this_launch)
+            self.world.from_first(self.folder.prepare)
+            found = self._newest_checkpoint()
             if found is not None and not resume:
                 raise ValueError(f"out: {self.folder.path} holds a run already; resume it, or give another folder")
+            self.world.from_first(self.folder.note_launch)
             if found is not None:
-                self._restore(found)
+                self._restore(*found)
         elif resume:
             raise ValueError("resume needs the folder of the run; give `out`")
         with tqdm(total=self.phases, initial=len(self.history), unit="phase", disable=not self.progress) as bar:
@@ -277,8 +281,22 @@ class Grower:
         phases = self.history if unfinished is None else [*self.history, unfinished]
         self.folder.write_history(phases)
 
-    def _restore(self, path: Path) -> None:
-        tensors, record = checkpoint.read(path)
+    def _newest_checkpoint(self) -> tuple[Path, dict[str, Tensor], dict[str, Any]] | None:
+        """Return the path and content of the newest checkpoint of any process; the first process's, if several are new.
+
+        Folders need not be shared, and after a restart the first process may run on another machine.
+        """
+        assert self.folder is not None
+        path = self.folder.latest()
+        tensors, record = self.world.together(lambda: ({}, {}) if path is None else checkpoint.read(path))
+        paths = self.world.everyone((_progress(record), path))
+        newest = max(range(len(paths)), key=lambda rank: (paths[rank][0], -rank))
+        where = paths[newest][1]
+        if where is None:
+            return None
+        return where, self.world.same_tensors(tensors, newest), self.world.same(record, newest)
+
+    def _restore(self, path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         # Runs that do not say so had the paper's curvature.
         if {"curvature": "paper"} | record["settings"] != self._settings():
             raise ValueError(
@@ -299,3 +317,10 @@ class Grower:
         # A killed process may have written the checkpoint but not the history.
         if self.world.is_first:
             self._write_history(self._unfinished[0] if self._unfinished else None)
+
+
+def _progress(record: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return how far the run of a checkpoint had come: finished phases, whether the last was split, further epochs."""
+    history, unfinished = record.get("history", []), record.get("unfinished")
+    is_split = bool(history) and Phase.of(history[-1]).was_selected
+    return len(history), int(is_split), 0 if unfinished is None else len(unfinished["epochs"])

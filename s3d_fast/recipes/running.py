@@ -22,7 +22,7 @@ from s3d_fast.base.batches import moved
 from s3d_fast.base.random_state import seed_all
 from s3d_fast.base.world import ALONE, World
 from s3d_fast.data.sources import Dataset, Source
-from s3d_fast.growth.checkpoint import load_grown
+from s3d_fast.growth.checkpoint import read_any, restore
 from s3d_fast.growth.grower import Grower
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.run import read_run
@@ -144,13 +144,15 @@ def run(job: Job, resume: bool = False) -> list[Phase]:
     """
     if torch.cuda.is_available():
         torch.backends.cudnn.deterministic = True
+    if job.out is not None:
+        resume = resume or job.world.from_first(RunFolder(job.out).was_begun_by_this_launch)
     # Find everything that can be wrong with the job before touching its folder.
     if job.method == "uniform":
-        sizes = uniform_sizes(job)
-        _describe(job, resume)
+        sizes = job.world.from_first(lambda: uniform_sizes(job))
+        job.world.from_first(lambda: _describe(job, resume))
         return _from_scratch(job, sizes, resume)
     grower = _growth(job)
-    _describe(job, resume)
+    job.world.from_first(lambda: _describe(job, resume))
     return grower.run(resume)
 
 
@@ -260,7 +262,9 @@ def _growth(job: Job) -> Grower:
     recipe = job.recipe
     model = make_network(recipe, job.dataset.classes, job.seed, job.torch_device)
     if job.start is not None:
-        load_grown(model, job.start)
+        start = job.start
+        tensors, record = job.world.together(lambda: read_any(start) if job.world.is_first else ({}, {}))
+        restore(model, job.world.same_tensors(tensors), job.world.same(record))
     split_data = job.split_data(model)
     if split_data.recipe.memory_budget is not None:
         # A budget that is too small should fail now, not after a phase of training.
@@ -333,12 +337,12 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
 
 
 def _describe(job: Job, resume: bool) -> None:
-    """Write run.json: the settings of the run and its environment.
+    """Write run.json: the settings of the run and its environment. The first process calls this.
 
     Raises:
         ValueError: the folder holds another run.
     """
-    if job.out is None or not job.world.is_first:
+    if job.out is None:
         return
     about = {
         "recipe": job.recipe.name,
@@ -368,6 +372,7 @@ def _describe(job: Job, resume: bool) -> None:
     about["command"] = sys.argv
     about["started"] = time.strftime("%Y-%m-%d %H:%M:%S")
     folder.write_about(about)
+    folder.note_launch()
 
 
 def _fixed(value: Any) -> Any:
