@@ -16,7 +16,8 @@ from s3d_fast.capture.all_batches import Captured, capture, plan_capture
 from s3d_fast.capture.budget import CapturePlan
 from s3d_fast.capture.layers import capture_layers
 from s3d_fast.growth import schedules
-from s3d_fast.growth.checkpoint import layer_arguments, load_grown, resize_like, save_grown
+from s3d_fast.growth.checkpoint import growable, layer_arguments, load_grown, resize_like, save_grown
+from s3d_fast.growth.grow_step import GrowthStep, grow_step
 from s3d_fast.growth.grower import Grower
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.training import EpochTrainer
@@ -61,6 +62,7 @@ __all__ = [
     "Gaussian",
     "Graph",
     "Grower",
+    "GrowthStep",
     "Incoming",
     "NeuronSplit",
     "Phase",
@@ -84,6 +86,8 @@ __all__ = [
     "curvature_coefficients",
     "edgeconv_matvec",
     "extremal_eigenpairs",
+    "grow_step",
+    "growable",
     "incoming_edges",
     "layer_arguments",
     "load_grown",

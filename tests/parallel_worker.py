@@ -133,9 +133,10 @@ def grow_what_is_sharded(folder: Path) -> None:
     graph = s3d.trace(model, x)
     operators = s3d.capture(model, F.mse_loss, [data(0)], graph)
     plan = s3d.select(s3d.extremal_eigenpairs(operators), graph, top_k=3)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(surgery, "_commit_state", lambda *arguments: 1 / 0)
-        s3d.apply_splits(model, plan, 0.1, optimizer)
+        with pytest.raises(ZeroDivisionError):
+            s3d.apply_splits(model, plan, 0.1, optimizer)
     assert [id(p) for p in model.parameters()] == held == [id(p) for p in optimizer.param_groups[0]["params"]]
     now = whole_state(model, optimizer)
     assert all(torch.equal(tensor, now[name]) for name, tensor in unchanged.items())

@@ -133,7 +133,7 @@ ALONE = World()
 
 
 def existing(device: torch.device | None = None) -> World:
-    """Return the processes of the process group that exists, as Lightning, Ray or Accelerate make one; else one process.
+    """Return the processes of the process group that exists, such as Lightning's, Ray's or Accelerate's; else one.
 
     Args:
         device: where this process computes; by default the current GPU if the group uses NCCL, and else the CPU.

@@ -16,6 +16,7 @@ from s3d_fast.base import require
 from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_random_state
 from s3d_fast.base.world import World, existing
 from s3d_fast.growth import checkpoint
+from s3d_fast.growth.loggers import Logger, log_epoch, log_phase
 from s3d_fast.growth.record import Epoch, Phase
 from s3d_fast.growth.run_folder import RunFolder
 from s3d_fast.growth.split_step import Options, SplitStep, timed
@@ -65,6 +66,8 @@ class Grower:
             cannot be resumed.
         seed: the seed of the random states.
         after_phase: called with every phase after it is finished and saved.
+        loggers: follow the run, epoch by epoch and phase by phase; `integrations.loggers` has some for TensorBoard,
+            Weights & Biases and MLflow. Every checkpoint is on disk before it is logged.
         world: the processes that run this together; by default those of the process group that exists, if there is one.
             In each, `train`, `evaluate` and `batches` must use this process's part of the data. The first process
             writes the files. To resume, the process with the newest checkpoint sends it to the others, so folders need
@@ -99,6 +102,7 @@ class Grower:
         out: str | Path | None = None,
         seed: int = 0,
         after_phase: Callable[[Phase], object] = lambda phase: None,
+        loggers: Sequence[Logger] = (),
         world: World | None = None,
         progress: bool = False,
     ) -> None:
@@ -113,6 +117,7 @@ class Grower:
         self.folder = None if out is None else RunFolder(out)
         self.seed, self.after_phase, self.progress = seed, after_phase, progress
         self.world = existing() if world is None else world
+        self.loggers = loggers if self.world.is_first else ()
         self.history: list[Phase] = []
         self.phase: Phase | None = None
         self.stopped: str | None = None
@@ -130,8 +135,8 @@ class Grower:
         """Run all phases that are left; return the history.
 
         Args:
-            resume: continue from the last checkpoint in `out`; start from the beginning if there is none. Processes that
-                torchrun has restarted always continue the run that they had begun.
+            resume: continue from the last checkpoint in `out`; start from the beginning if there is none. Processes
+                that torchrun has restarted always continue the run that they had begun.
 
         Raises:
             ValueError: `resume` without `out`; a folder that holds another run; a loss that is not finite.
@@ -160,6 +165,7 @@ class Grower:
                     if self.folder is not None:
                         self.folder.forget_epochs()
                     self.after_phase(phase)
+                    log_phase(self.loggers, phase)
                 # Every rank waits here until the checkpoint is on disk.
                 self.world.wait()
                 bar.update()
@@ -205,6 +211,7 @@ class Grower:
         def after_epoch(epoch: Epoch) -> None:
             phase.epochs.append(epoch)
             self._save("epoch", phase.index, unfinished=phase)
+            log_epoch(self.loggers, sum(len(past.epochs) for past in self.history), epoch)
 
         # Epochs that were trained before the run was resumed count too.
         phase.seconds["train"] = sum(epoch["seconds"] for epoch in phase.epochs)

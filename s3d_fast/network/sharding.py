@@ -1,4 +1,4 @@
-"""Models whose parameters `fully_shard` (FSDP2) has divided between processes: making them whole, and dividing them again.
+"""Models whose parameters `fully_shard` (FSDP2) has divided between processes: made whole, and divided again.
 
 All processes must call these functions: parameters are gathered from all of them.
 """
@@ -270,10 +270,7 @@ def _is_of_torch_distributed(one: Any) -> bool:
 def _drop_sharding(module: nn.Module) -> None:
     """Take the hooks and the state of `fully_shard` from a module."""
     for name, value in list(vars(module).items()):
-        if name.startswith("__composable_api_state_key") or name in (
-            "_is_fsdp_managed_module",
-            "_fsdp_use_orig_params",
-        ):
+        if name.startswith(("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")):
             del module.__dict__[name]
         elif name.endswith("_hooks") and isinstance(value, dict):
             hooks: dict[Any, Callable[..., Any]] = value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.export import ExportedProgram
 from torch.nn.parallel import DistributedDataParallel
@@ -48,9 +50,8 @@ def retire_wrappers(model: nn.Module) -> None:
     It averages the gradients of the parameters that it was made with, so those of new parameters would differ between
     the processes, without an error.
     """
-    for wrapper in _layers_of_wrapping(model):
-        if isinstance(wrapper, DistributedDataParallel):
-            wrapper.register_forward_pre_hook(_refuse)
+    for wrapper in _averaging(model):
+        wrapper.register_forward_pre_hook(_refuse)
 
 
 def rewrap(model: nn.Module) -> nn.Module:
@@ -60,7 +61,7 @@ def rewrap(model: nn.Module) -> nn.Module:
     it by itself.
 
     Args:
-        model: a DistributedDataParallel, or anything around one, such as torch.compile. Other models stay as they are.
+        model: a DistributedDataParallel, or anything around or inside one. Other models stay as they are.
 
     Returns:
         The same object.
@@ -68,9 +69,9 @@ def rewrap(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: a DistributedDataParallel has options that cannot be read back. It is unchanged then.
     """
-    for wrapper in _layers_of_wrapping(model):
-        if isinstance(wrapper, DistributedDataParallel):
-            _make_anew(wrapper)
+    require_rewrappable(model)
+    for wrapper in _averaging(model):
+        _make_anew(wrapper)
     return model
 
 
@@ -80,11 +81,17 @@ _DDP_OPTIONS += ("gradient_as_bucket_view", "static_graph", "mixed_precision", "
 _DDP_OPTIONS += ("batched_grad_copy", "forward_sync_buffers")
 
 
+def require_rewrappable(model: nn.Module) -> None:
+    """Raise ValueError if `rewrap` cannot make a DistributedDataParallel around a model anew."""
+    for wrapper in _averaging(model):
+        if wrapper._delay_all_reduce_params:
+            raise ValueError(
+                "model: a DistributedDataParallel with delay_all_reduce_named_params cannot be made anew; split the "
+                "module inside it, and wrap that again"
+            )
+
+
 def _make_anew(wrapper: DistributedDataParallel) -> None:
-    if wrapper._delay_all_reduce_params:
-        raise ValueError(
-            "model: a DistributedDataParallel with delay_all_reduce_named_params must be made anew by hand"
-        )
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     options = {name: getattr(wrapper, name) for name in _DDP_OPTIONS if name in known and hasattr(wrapper, name)}
     if not wrapper.bucket_bytes_cap_default:
@@ -104,6 +111,20 @@ def _make_anew(wrapper: DistributedDataParallel) -> None:
     vars(wrapper).update(hooks)
     for hook, state in communication:
         wrapper.register_comm_hook(state, hook)
+
+
+def _averaging(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return every DistributedDataParallel whose gradients include a model's, also those that the caller cannot reach.
+
+    A trainer may keep the wrapper to itself, and give a callback the model inside it, or a part of that.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    inner = inside(model)
+    # Wrappers that nobody holds any more are not made anew.
+    gc.collect()
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    return [one for one in wrappers if any(part is inner for part in one.modules())]
 
 
 def _layers_of_wrapping(model: nn.Module) -> Iterator[nn.Module]:

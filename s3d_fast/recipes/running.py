@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -20,10 +20,11 @@ from s3d_fast import env
 from s3d_fast.base import require
 from s3d_fast.base.batches import moved
 from s3d_fast.base.random_state import seed_all
-from s3d_fast.base.world import ALONE, World
+from s3d_fast.base.world import ALONE, World, existing
 from s3d_fast.data.sources import Dataset, Source
 from s3d_fast.growth.checkpoint import read_any, restore
 from s3d_fast.growth.grower import Grower
+from s3d_fast.growth.loggers import Logger, log_epoch, log_phase
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.run import read_run
 from s3d_fast.growth.run_folder import RunFolder
@@ -60,11 +61,13 @@ class Job:
             as many filters as growth would have.
         scratch: how long `uniform` trains: "total", as many epochs as a grown network has had by then, or "phase".
         device: "auto", "cpu", "cuda" ...
-        world: the processes that run the job together.
+        world: the processes that run the job together; by default those of the process group that exists, if any.
         precision: as for `EpochTrainer`.
         compile: train through torch.compile.
         progress: show progress bars.
         after_phase: called after every phase.
+        loggers: follow the run, as for `Grower`.
+        sync_batchnorm: as for `EpochTrainer`.
     """
 
     recipe: Recipe
@@ -77,11 +80,13 @@ class Job:
     like: Path | None = None
     scratch: str = "total"
     device: str = "auto"
-    world: World = ALONE
+    world: World = field(default_factory=existing)
     precision: str = "auto"
     compile: bool = False
     progress: bool = False
     after_phase: Callable[[Phase], object] = lambda phase: None
+    loggers: Sequence[Logger] = ()
+    sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
         require.choice("method", self.method, tuple(METHODS))
@@ -224,6 +229,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
         channels_last=last,
         compile=job.compile,
         world=world,
+        sync_batchnorm=job.sync_batchnorm,
         progress=job.progress and world.is_first,
     )
     arguments: dict[str, Any] = {
@@ -234,6 +240,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
         "evaluate": lambda trained: evaluate(trained, test, last, world),
         "world": world,
         "after_phase": job.after_phase,
+        "loggers": job.loggers,
         "seed": job.seed,
         "progress": job.progress and world.is_first,
         **options,
@@ -304,12 +311,17 @@ def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], resume: bool) -> l
         model = make_network(alone, job.dataset.classes, job.seed, job.torch_device)
         out = None if job.out is None else job.out / f"size-{index:03d}"
         was_finished = out is not None and RunFolder(out).file("phase", 0).exists()
-        (phase,) = _grower(replace(job, after_phase=lambda phase: None), alone, model, phases=1, out=out).run(resume)
+        quiet = replace(job, after_phase=lambda phase: None, loggers=())
+        (phase,) = _grower(quiet, alone, model, phases=1, out=out).run(resume)
+        earlier = sum(len(past.epochs) for past in history)
         history.append(replace(phase, index=index))
         if job.out is not None and job.world.is_first:
             RunFolder(job.out).write_history(history)
         if not was_finished and job.world.is_first:
             job.after_phase(history[-1])
+            for epoch in history[-1].epochs:
+                log_epoch(job.loggers, earlier, epoch)
+            log_phase(job.loggers, history[-1])
     return history
 
 
@@ -356,6 +368,8 @@ def _describe(job: Job, resume: bool) -> None:
         "classes": job.dataset.classes,
         "input_shape": list(job.dataset.input_shape),
         "precision": job.precision,
+        # An older run does not say so, and had none.
+        "sync_batchnorm": job.sync_batchnorm or None,
     }
     about = json.loads(json.dumps(about))
     folder = RunFolder(job.out)
