@@ -16,7 +16,8 @@ from s3d_fast.capture.all_batches import Captured, capture, plan_capture
 from s3d_fast.capture.budget import CapturePlan
 from s3d_fast.capture.layers import capture_layers
 from s3d_fast.growth import schedules
-from s3d_fast.growth.checkpoint import layer_arguments, load_grown, resize_like, save_grown
+from s3d_fast.growth.checkpoint import growable, layer_arguments, load_grown, resize_like, save_grown
+from s3d_fast.growth.grow_step import GrowthStep, grow_step
 from s3d_fast.growth.grower import Grower
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.kernels.options import TritonOptions, triton_options
@@ -27,8 +28,9 @@ from s3d_fast.network.costs import Cost, count, marginal
 from s3d_fast.network.graph import Graph, Unit
 from s3d_fast.network.registered import register_layer
 from s3d_fast.network.rules import Rule, register_operation
+from s3d_fast.network.sharding import unsharded
 from s3d_fast.network.tracing import trace
-from s3d_fast.network.wrapping import unsharded
+from s3d_fast.network.wrapping import rewrap
 from s3d_fast.operators import (
     ConvOperator,
     DenseOperator,
@@ -60,6 +62,7 @@ __all__ = [
     "Gaussian",
     "Graph",
     "Grower",
+    "GrowthStep",
     "Incoming",
     "NeuronSplit",
     "Phase",
@@ -83,6 +86,8 @@ __all__ = [
     "curvature_coefficients",
     "edgeconv_matvec",
     "extremal_eigenpairs",
+    "grow_step",
+    "growable",
     "incoming_edges",
     "layer_arguments",
     "load_grown",
@@ -93,6 +98,7 @@ __all__ = [
     "register_operation",
     "register_optimizer",
     "resize_like",
+    "rewrap",
     "save_grown",
     "schedules",
     "select",

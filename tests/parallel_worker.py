@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import s3d_fast as s3d
+from s3d_fast.splitting import surgery
 from tests.forked import launch
 
 WHOLE = states.StateDictOptions(full_state_dict=True)
@@ -85,18 +89,32 @@ def grow_inside_ddp(folder: Path) -> None:
     assert_the_same_everywhere(dict(again.module.named_parameters()))
 
 
-def grow_what_is_sharded(folder: Path) -> None:
-    """Refuse a model that `fully_shard` has divided; grow a copy with whole parameters, and divide it again."""
+def sharded_model(**options: Any) -> nn.Module:
+    """Return a network that `fully_shard` has divided in two groups."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build()
-    fully_shard(model[3], mesh=mesh)
+    fully_shard(model[3], mesh=mesh, **options)
     fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return copies of all whole parameters, buffers and moments."""
+    found = {name: tensor.clone() for name, tensor in states.get_model_state_dict(model, options=WHOLE).items()}
+    moments = states.get_optimizer_state_dict(model, optimizer, options=WHOLE)["state"]
+    return found | {f"{name} {key}": value.clone() for name, one in moments.items() for key, value in one.items()}
+
+
+def grow_what_is_sharded(folder: Path) -> None:
+    """See through `fully_shard`: the split is that of a whole model, and the result is divided as before."""
+    model = sharded_model(reshard_after_forward=False)
+    model[3].set_reshard_after_backward(False)
+    model.set_modules_to_forward_prefetch([model[3]])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     train(model, optimizer)
     x, _ = data(0)
-    for refused in (lambda: s3d.trace(model, x), lambda: s3d.save_grown(model, folder / "net")):
-        with pytest.raises(ValueError, match=r"grow s3d_fast\.unsharded\(model\), and call fully_shard"):
-            refused()
+    with pytest.raises(ValueError, match=r"give s3d_fast\.unsharded\(model\)"):
+        s3d.save_grown(model, folder / "net")
 
     plain = s3d.unsharded(model)
     assert type(plain[3]) is nn.Linear
@@ -104,28 +122,53 @@ def grow_what_is_sharded(folder: Path) -> None:
     kept = states.get_model_state_dict(model, options=WHOLE)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, kept[name]), name
-    moments = states.get_optimizer_state_dict(model, optimizer, options=WHOLE)
     carried = torch.optim.Adam(plain.parameters(), lr=0.01)
+    moments = states.get_optimizer_state_dict(model, optimizer, options=WHOLE)
     states.set_optimizer_state_dict(plain, carried, moments)
+    groups = [group_settings(module) for module in (model, model[3])]
     before = plain.eval()(x)
-    assert split(plain, carried, 0.0) == 3
-    torch.testing.assert_close(plain(x), before, rtol=1e-9, atol=1e-9)
-    # The model that was divided is as it was, and still trains.
-    assert torch.equal(model.eval()(x), before)
-    train(model.train(), optimizer)
 
-    moments = states.get_optimizer_state_dict(plain, carried)
-    fully_shard(plain[3], mesh=mesh)
-    fully_shard(plain, mesh=mesh)
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    states.set_optimizer_state_dict(plain, optimizer, moments, options=WHOLE)
-    torch.testing.assert_close(plain(x), before, rtol=1e-9, atol=1e-9)
-    train(plain.train(), optimizer)
-    whole = {name: parameter.full_tensor() for name, parameter in plain.named_parameters()}
+    # A split that fails leaves the divided model and its optimizer as they were, and they still train.
+    unchanged, held = whole_state(model, optimizer), [id(p) for p in model.parameters()]
+    graph = s3d.trace(model, x)
+    operators = s3d.capture(model, F.mse_loss, [data(0)], graph)
+    plan = s3d.select(s3d.extremal_eigenpairs(operators), graph, top_k=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surgery, "_commit_state", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            s3d.apply_splits(model, plan, 0.1, optimizer)
+    assert [id(p) for p in model.parameters()] == held == [id(p) for p in optimizer.param_groups[0]["params"]]
+    now = whole_state(model, optimizer)
+    assert all(torch.equal(tensor, now[name]) for name, tensor in unchanged.items())
+    assert torch.equal(model.eval()(x), before)
+
+    # The running statistics, and so the plans, differ between processes: the first one's plan counts.
+    s3d.apply_splits(model, plan, 0.1, optimizer)
+    held = [plan.splits]
+    dist.broadcast_object_list(held, 0)
+    s3d.apply_splits(plain, replace(plan, splits=held[0]), 0.1, carried)
+    assert [group_settings(module) for module in (model, model[3])] == groups
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert [id(p) for p in model.parameters()] == [id(p) for p in optimizer.param_groups[0]["params"]]
+    grown, expected = whole_state(model, optimizer), whole_state(plain, carried)
+    assert grown.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(grown[name], tensor, rtol=0, atol=0, msg=lambda said, name=name: f"{name}: {said}")
+    # It trains on, and can be grown again.
+    for _ in range(2):
+        train(model.train(), optimizer)
+    whole = dict(s3d.unsharded(model).named_parameters())
     assert_the_same_everywhere(whole)
-    assert all(bool(tensor.isfinite().all()) for tensor in whole.values())
-    # A model that has been grown and divided can be grown again.
-    assert split(s3d.unsharded(plain), None, 0.1) == 3
+    assert not torch.equal(whole["0.weight"], expected["0.weight"])
+    assert split(model, optimizer, 0.1) == 3
+
+
+def group_settings(module: nn.Module) -> tuple[object, ...]:
+    """Return how `fully_shard` treats the parameters of a module."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    group, prefetched = state._fsdp_param_group, [one._modules for one in state._states_to_forward_prefetch]
+    reshards = state._auto_reshard_after_forward or group.post_forward_mesh_info is not None
+    return reshards, group.reshard_after_backward, group.mesh_info.mesh, len(group.fsdp_params), prefetched
 
 
 def save_and_load_a_checkpoint(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,26 @@ def are_the_same(batches: object) -> bool:
     This is so for a list, a tuple, and any object with `same_every_pass = True`. Anything else may shuffle.
     """
     return isinstance(batches, (list, tuple)) or getattr(batches, "same_every_pass", False) is True
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Batches that every pass moves to a device again, so that only one of them is there at a time."""
+
+    batches: Collection[Any]
+    device: torch.device
+    channels_last: bool = False
+
+    @property
+    def same_every_pass(self) -> bool:
+        """Whether every pass is known to give the same batches."""
+        return are_the_same(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (moved(batch, self.device, self.channels_last) for batch in self.batches)
 
 
 def moved(batch: Any, device: torch.device, channels_last: bool = False) -> Any:

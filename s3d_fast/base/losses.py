@@ -20,7 +20,7 @@ def batch_loss(
     Raises:
         ValueError: the batch is not a pair (input, target), which loss_fn(output, target) needs.
     """
-    if _takes_model(loss_fn):
+    if takes_model(loss_fn):
         return loss_fn(model, batch)
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         raise ValueError(f"batches: {name} must be a pair (input, target), got {type(batch).__name__}")
@@ -42,7 +42,8 @@ def checked_loss(model: Callable[..., Any], loss_fn: Callable[[Any, Any], Tensor
     return loss
 
 
-def _takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
+def takes_model(loss_fn: Callable[[Any, Any], Tensor]) -> bool:
+    """Return whether a loss function is called with the model and a batch, by the name of its first parameter."""
     try:
         first = next(iter(inspect.signature(loss_fn).parameters), "")
     except (TypeError, ValueError):

@@ -35,6 +35,39 @@ def same_random_numbers() -> Iterator[None]:
         yield
 
 
+class OwnRandomness:
+    """Random draws that differ between processes, beside PyTorch's global generators, which all processes share.
+
+    The order of the data comes from the global generator, and must be the same everywhere. Masks of dropout must not.
+    Within the `with` block of `drawing`, PyTorch's generators are this process's own.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank, self.device = rank, device
+        self.state = torch.get_rng_state()
+
+    def begin(self) -> None:
+        """Seed the own generators from the rank and a draw from the common one, which advances in all processes."""
+        common = int(torch.randint(2**62, ()))
+        own = torch.Generator()
+        own.manual_seed(int(np.random.SeedSequence((common, self.rank)).generate_state(1)[0]))
+        self.state = own.get_state()
+        if self.device.type == "cuda":
+            # Nothing that processes must agree on is drawn on a GPU.
+            torch.cuda.manual_seed(own.initial_seed())
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw from the own generators within the block."""
+        common = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(common)
+
+
 def random_state() -> RandomState:
     """Return the states of the generators: PyTorch's as tensors, Python's and numpy's as plain data."""
     tensors = {"cpu": torch.get_rng_state()}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Value = TypeVar("Value")
@@ -69,13 +70,58 @@ class World:
         total, squares = self.sum(number, number * number)
         return self.size * squares == total * total
 
-    def same(self, value: Value) -> Value:
-        """Return the first process's value, in all processes."""
+    def same(self, value: Value, source: int = 0) -> Value:
+        """Return the value of the process with rank `source`, in all processes."""
         if self.size == 1:
             return value
         held = [value]
-        dist.broadcast_object_list(held, 0)
+        dist.broadcast_object_list(held, source)
         return held[0]
+
+    def same_tensors(self, tensors: Mapping[str, Tensor], source: int = 0) -> dict[str, Tensor]:
+        """Return the tensors of the process with rank `source`, in all processes and on the CPU."""
+        if self.size == 1:
+            return dict(tensors)
+        layout = self.same([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], source)
+        found = {}
+        for name, shape, dtype in layout:
+            mine = tensors[name].cpu() if self.rank == source else torch.empty(shape, dtype=dtype)
+            # As bytes: a backend need not know every dtype.
+            sent = mine.contiguous().reshape(-1).view(torch.uint8).to(self.device)
+            if sent.numel():
+                dist.broadcast(sent, source)
+            found[name] = sent.cpu().view(dtype).reshape(shape)
+        return found
+
+    def everyone(self, value: Value) -> list[Value]:
+        """Return the values of all processes, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def together(self, make: Callable[[], Value]) -> Value:
+        """Return what `make` returns in this process; an error in any process is raised in all of them.
+
+        Without this, the others would wait for a process that has failed.
+        """
+        value, error = None, None
+        try:
+            value = make()
+        except (ValueError, TypeError, OSError, RuntimeError) as caught:
+            error = caught
+        messages = self.everyone(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise RuntimeError(f"rank {rank} has failed: {message}")
+        return value  # type: ignore[return-value]
+
+    def from_first(self, make: Callable[[], Value]) -> Value:
+        """Return what `make` returns in the first process, in all processes; its error is raised in all of them."""
+        return self.same(self.together(lambda: make() if self.is_first else None))  # type: ignore[return-value]
 
     def wait(self) -> None:
         """Return once all processes have called this."""
@@ -86,12 +132,30 @@ class World:
 ALONE = World()
 
 
+def existing(device: torch.device | None = None) -> World:
+    """Return the processes of the process group that exists, such as Lightning's, Ray's or Accelerate's; else one.
+
+    Args:
+        device: where this process computes; by default the current GPU if the group uses NCCL, and else the CPU.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return World(device=CPU if device is None else device)
+    if device is None or (device.type == "cuda" and device.index is None):
+        on_gpu = "nccl" in dist.get_backend() if device is None else True
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else CPU
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
 @contextmanager
 def joined(device: torch.device) -> Iterator[World]:
     """Join the processes that torchrun has started: NCCL on GPUs, gloo on CPUs. Without torchrun, yield one process.
 
-    If a process ends with an error, the others wait until torchrun ends them.
+    A process group that exists already is used, and is still there afterwards. If a process ends with an error, the
+    others wait until torchrun ends them.
     """
+    if dist.is_available() and dist.is_initialized():
+        yield existing(device)
+        return
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield World(device=device)
@@ -104,6 +168,28 @@ def joined(device: torch.device) -> Iterator[World]:
         yield World(dist.get_rank(), size, device)
     finally:
         dist.destroy_process_group()
+
+
+def launch_id() -> str | None:
+    """Return what tells this launch of torchrun from every other, if it may restart its processes; else None.
+
+    It is the same after a restart: torchrun's agent, the parent of this process, lives on.
+    """
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+        return None
+    agent = os.getppid()
+    try:
+        # The start of the agent in clock ticks: containers use the same small process numbers again and again.
+        with open(f"/proc/{agent}/stat") as file:
+            started = file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        started = "unknown"
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} on {socket.gethostname()}, process {agent}, started {started}"
+
+
+def was_restarted() -> bool:
+    """Return whether torchrun has started this process anew, after it or another process of the run failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def local_processes() -> int:

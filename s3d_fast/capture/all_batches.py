@@ -18,8 +18,9 @@ from s3d_fast.capture.budget import CapturePlan, UnitNeed, decide, fits_as_it_co
 from s3d_fast.capture.curvature import FLOOR, Curvature
 from s3d_fast.capture.one_batch import BatchCapture, Capturer
 from s3d_fast.network.graph import Graph, Unit, stored_tensors
+from s3d_fast.network.sharding import gather_into, is_sharded
 from s3d_fast.network.undisturbed import undisturbed
-from s3d_fast.network.wrapping import unwrap
+from s3d_fast.network.wrapping import inside
 from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator
 from s3d_fast.operators.operator import LayerShape
 from s3d_fast.operators.streamed import DiskStream, RecomputedStream, Stream, StreamedOperator, UnitOperators, shell
@@ -86,7 +87,8 @@ def capture(
     modes, gradients, buffers, hooks, random state.
 
     Args:
-        model: the model that was traced.
+        model: the model that was traced. If `fully_shard` has divided it, every process must call this: the values are
+            gathered into the graph's whole copy.
         loss_fn: either `loss_fn(model, batch)`, which must call the model it is given; or `loss_fn(output, target)`,
             where a batch is a pair (input, target) and the input is a tensor or a tuple or list of arguments. The name
             of the first parameter decides: "model", "net", "network" or "module" mean the former.
@@ -116,7 +118,12 @@ def capture(
         ValueError: no batches, an unknown unit, a stale graph, a budget that is too small for one batch, or a loss or
             gradient that is not finite; the message names the batch and the unit.
     """
-    model = unwrap(model)
+    model = inside(model)
+    if is_sharded(model):
+        if graph.model is None:
+            raise ValueError("graph must come from `trace`")
+        gather_into(graph.model, model)
+        model = graph.model
     chosen = _choose(graph, units)
     graph.check_same(model)
     if graph.module.meta.get("lost_regions"):

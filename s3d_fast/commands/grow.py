@@ -16,6 +16,7 @@ from s3d_fast import recipes, report
 from s3d_fast.base.tables import text_table
 from s3d_fast.base.world import World, joined
 from s3d_fast.commands.datasets import add_data_options, load_dataset
+from s3d_fast.integrations.loggers import TensorBoardLogger
 from s3d_fast.recipes.running import METHODS, Job, run
 from s3d_fast.records.record import Phase
 
@@ -60,6 +61,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="default: %(default)s"
     )
     command.add_argument("--compile", action="store_true", help="train through torch.compile")
+    command.add_argument(
+        "--sync-batchnorm", action="store_true", help="BatchNorm over the samples of all processes, not of each alone"
+    )
     command.add_argument("--threads", type=int, help="CPU threads; all cores by default")
     command.add_argument("--tensorboard", action="store_true", help="write TensorBoard events too")
     command.add_argument("--no-report", action="store_true", help="do not draw report.html")
@@ -84,8 +88,7 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, out: Path, world:
     observers: list[Callable[[Phase], object]] = []
     if not options.no_report:
         observers.append(_Reporter(out))
-    if options.tensorboard:
-        observers.append(_TensorBoard(out))
+    loggers = [TensorBoardLogger(out / "tensorboard")] if options.tensorboard else []
 
     def after_phase(phase: Phase) -> None:
         for observer in observers:
@@ -107,6 +110,8 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, out: Path, world:
         compile=options.compile,
         progress=not options.quiet,
         after_phase=after_phase,
+        loggers=loggers,
+        sync_batchnorm=options.sync_batchnorm,
     )
     history = run(job, resume=options.resume)
     if not world.is_first:
@@ -174,35 +179,6 @@ class _Reporter:
             # A failed report must not end the run.
             except Exception as error:
                 print(f"s3d-fast: the report could not be drawn: {error}", file=sys.stderr)
-
-
-class _TensorBoard:
-    """Writes the epochs and the phases of a run as TensorBoard events."""
-
-    def __init__(self, out: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise RuntimeError(
-                "events need tensorboard, which is not installed: pip install 's3d_fast[tensorboard]'"
-            ) from error
-        self.out = out
-        self.open: Callable[[str], Any] = SummaryWriter
-        self.writer: Any = None
-
-    def __call__(self, phase: Phase) -> None:
-        # Opened late, when the folder is known to belong to this run.
-        if self.writer is None:
-            self.writer = self.open(str(self.out / "tensorboard"))
-        for epoch in phase.epochs:
-            step = phase.index * len(phase.epochs) + epoch.epoch
-            self.writer.add_scalar("train/loss", epoch.loss, step)
-            self.writer.add_scalar("train/learning_rate", epoch.learning_rate, step)
-        values = {"size/params": phase.params, "size/macs": phase.macs, "split/predicted": phase.predicted_change}
-        values |= {f"test/{name}": value for name, value in phase.metrics.items()}
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, phase.index)
-        self.writer.flush()
 
 
 def _parser(kind: str) -> Callable[[str], Any]:

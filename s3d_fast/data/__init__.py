@@ -10,6 +10,7 @@ from s3d_fast.data.idx import fashion_mnist
 from s3d_fast.data.imagenet import imagenet
 from s3d_fast.data.modelnet import modelnet40
 from s3d_fast.data.sources import ArraySource, Batches, Dataset, Entry, JpegSource, Source
+from s3d_fast.data.torch_sets import TorchSource, from_torch
 
 SETS: dict[str, Callable[..., Dataset]] = {
     "cifar100": cifar100,
@@ -27,9 +28,11 @@ __all__ = [
     "Entry",
     "JpegSource",
     "Source",
+    "TorchSource",
     "cifar100",
     "digits",
     "fashion_mnist",
+    "from_torch",
     "imagenet",
     "modelnet40",
 ]

@@ -132,7 +132,7 @@ class ArraySource:
 
     def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> Sample:
         """See `Source`."""
-        indices = _drawn(len(self), count, batch_size)[part[0] :: part[1]]
+        indices = drawn(len(self), count, batch_size)[part[0] :: part[1]]
         return Sample(indices, lambda indices: (self.batch(index, augmented=False) for index in indices))
 
     def batch(self, index: Tensor, *, augmented: bool) -> Batch:
@@ -204,7 +204,7 @@ class JpegSource:
 
     def sample(self, count: int, batch_size: int, part: Part = WHOLE) -> Sample:
         """See `Source`."""
-        indices = _drawn(len(self), count, batch_size)[part[0] :: part[1]]
+        indices = drawn(len(self), count, batch_size)[part[0] :: part[1]]
         return Sample(indices, lambda indices: self.decoded(indices, augmented=False))
 
     def decoded(self, indices: list[Tensor], *, augmented: bool) -> Iterator[Batch]:
@@ -244,8 +244,8 @@ def balanced(labels: np.ndarray, count: int) -> np.ndarray:
     return np.sort(shuffled[np.argsort(rank[shuffled], kind="stable")[:count]])
 
 
-class _PartialBatches:
-    """The common part of both kinds of batches: how many there are, and which samples they hold."""
+class PartialBatches:
+    """The common part of all kinds of batches: how many there are, and which samples they hold."""
 
     def __init__(self, samples: int, batch_size: int, train: bool, part: Part) -> None:
         require.count("batch_size", batch_size)
@@ -266,7 +266,7 @@ class _PartialBatches:
         return [index for index in parts if len(index)]
 
 
-class _ArrayBatches(_PartialBatches):
+class _ArrayBatches(PartialBatches):
     def __init__(self, source: ArraySource, batch_size: int, train: bool, part: Part) -> None:
         super().__init__(len(source), batch_size, train, part)
         self.source = source
@@ -276,7 +276,7 @@ class _ArrayBatches(_PartialBatches):
             yield self.source.batch(index, augmented=self.train)
 
 
-class _JpegBatches(_PartialBatches):
+class _JpegBatches(PartialBatches):
     def __init__(self, source: JpegSource, batch_size: int, train: bool, part: Part) -> None:
         super().__init__(len(source), batch_size, train, part)
         self.source = source
@@ -322,7 +322,12 @@ def _batch_count(samples: int, batch_size: int, train: bool) -> int:
     return max(1, samples // batch_size) if train else -(-samples // batch_size)
 
 
-def _drawn(samples: int, count: int, batch_size: int) -> list[Tensor]:
+def drawn(samples: int, count: int, batch_size: int) -> list[Tensor]:
+    """Return the indices of `count` samples, drawn without replacement, as batches of equal size.
+
+    Raises:
+        ValueError: there are fewer samples, or `count` is not a multiple of `batch_size`.
+    """
     require.count("count", count)
     require.count("batch_size", batch_size)
     if count > samples:

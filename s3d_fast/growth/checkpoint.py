@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,6 +74,39 @@ def resize_like(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         for name, tensor in state.items()
     }
     restore(model, blank, {})
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def growable(model: Model) -> Model:
+    """Let `load_state_dict` of a model take the weights of a grown one: the layers get the saved sizes first.
+
+    Trainers that load checkpoints by themselves then resume grown models. Parameters that change their size are new
+    objects, so create the optimizer afterwards. Call this on a module of yours at the end of its `__init__`.
+
+    Args:
+        model: the model, of any widths; also a part of a larger one.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: while weights are loaded, the size of a layer cannot be set. The model is unchanged then.
+    """
+    inner = unwrap(model)
+    known = inner._load_state_dict_pre_hooks.values()
+    if not any(getattr(hook, "hook", hook) is _resize_before_loading for hook in known):
+        inner.register_load_state_dict_pre_hook(_resize_before_loading)
+    return model
+
+
+def _resize_before_loading(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Give a model the sizes of a state_dict; names that either side lacks are left to `load_state_dict` itself."""
+    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    given = {name: state_dict.get(prefix + name, tensor) for name, tensor in own.items()}
+    if any(isinstance(given[name], Tensor) and given[name].shape != tensor.shape for name, tensor in own.items()):
+        resize_like(model, given)
 
 
 def layer_arguments(model: nn.Module) -> dict[str, dict[str, int]]:

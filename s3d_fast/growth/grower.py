@@ -17,8 +17,9 @@ from tqdm import tqdm
 from s3d_fast import env
 from s3d_fast.base import require
 from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_random_state
-from s3d_fast.base.world import ALONE, World
+from s3d_fast.base.world import World, existing
 from s3d_fast.growth import checkpoint
+from s3d_fast.growth.loggers import Logger, log_epoch, log_phase
 from s3d_fast.growth.split_step import Options, SplitStep, timed
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
@@ -72,8 +73,12 @@ class Grower:
             settings count as seeds of one experiment when they are compared.
         seed: the seed of the random states.
         after_phase: called with every phase after it is finished and saved.
-        world: the processes that run this together. In each, `train`, `evaluate` and `batches` must use this process's
-            part of the data. The first process writes the files.
+        loggers: follow the run, epoch by epoch and phase by phase; `integrations.loggers` has some for TensorBoard,
+            Weights & Biases and MLflow. Every checkpoint is on disk before it is logged.
+        world: the processes that run this together; by default those of the process group that exists, if there is one.
+            In each, `train`, `evaluate` and `batches` must use this process's part of the data. The first process
+            writes the files. To resume, the process with the newest checkpoint sends it to the others, so folders need
+            not be shared.
         progress: show bars.
         about: entries of run.json, in place of those that describe a network of one's own.
 
@@ -106,7 +111,8 @@ class Grower:
         name: str | None = None,
         seed: int = 0,
         after_phase: Callable[[Phase], object] = lambda phase: None,
-        world: World = ALONE,
+        loggers: Sequence[Logger] = (),
+        world: World | None = None,
         progress: bool = False,
         about: Mapping[str, Any] | None = None,
     ) -> None:
@@ -119,7 +125,9 @@ class Grower:
         self.solver = {"tol": 1e-2} if solver is None else dict(solver)
         self.memory_budget, self.units, self.plan = memory_budget, units, plan
         self.folder = None if out is None else RunFolder(out)
-        self.seed, self.after_phase, self.world, self.progress = seed, after_phase, world, progress
+        self.seed, self.after_phase, self.progress = seed, after_phase, progress
+        self.world = existing() if world is None else world
+        self.loggers = loggers if self.world.is_first else ()
         self.name = type(unwrap(model)).__name__ if name is None else name
         self.about = {} if about is None else dict(about)
         self.history: list[Phase] = []
@@ -139,20 +147,21 @@ class Grower:
         """Run all phases that are left; return the history.
 
         Args:
-            resume: continue from the last checkpoint in `out`; start from the beginning if there is none.
+            resume: continue from the last checkpoint in `out`; start from the beginning if there is none. Processes
+                that torchrun has restarted always continue the run that they had begun.
 
         Raises:
             ValueError: `resume` without `out`; a folder that holds another run; a loss that is not finite.
         """
         if self.folder is not None:
-            if self.world.is_first:
-                self.folder.prepare()
-            self.world.wait()
-            found = self.folder.latest()
+            resume = resume or self.world.from_first(self.folder.was_begun_by_this_launch)
+            self.world.from_first(self.folder.prepare)
+            found = self._newest_checkpoint()
             if found is not None and not resume:
                 raise ValueError(f"out: {self.folder.path} holds a run already; resume it, or give another folder")
+            self.world.from_first(self.folder.note_launch)
             if found is not None:
-                self._restore(found)
+                self._restore(*found)
             self._describe(resumed=found is not None)
         elif resume:
             raise ValueError("resume needs the folder of the run; give `out`")
@@ -169,6 +178,7 @@ class Grower:
                     if self.folder is not None:
                         self.folder.forget_epochs()
                     self.after_phase(phase)
+                    log_phase(self.loggers, phase)
                 # Every rank waits here until the checkpoint is on disk.
                 self.world.wait()
                 bar.update()
@@ -227,6 +237,7 @@ class Grower:
         def after_epoch(epoch: Epoch) -> None:
             phase.epochs.append(epoch)
             self._save("epoch", phase.index, unfinished=phase)
+            log_epoch(self.loggers, sum(len(past.epochs) for past in self.history), epoch)
 
         # Epochs that were trained before the run was resumed count too.
         phase.seconds["train"] = sum(epoch["seconds"] for epoch in phase.epochs)
@@ -326,8 +337,22 @@ class Grower:
         phases = self.history if unfinished is None else [*self.history, unfinished]
         self.folder.write_history(phases)
 
-    def _restore(self, path: Path) -> None:
-        tensors, record = checkpoint.read(path)
+    def _newest_checkpoint(self) -> tuple[Path, dict[str, Tensor], dict[str, Any]] | None:
+        """Return the path and content of the newest checkpoint of any process; the first process's, if several are new.
+
+        Folders need not be shared, and after a restart the first process may run on another machine.
+        """
+        assert self.folder is not None
+        path = self.folder.latest()
+        tensors, record = self.world.together(lambda: ({}, {}) if path is None else checkpoint.read(path))
+        paths = self.world.everyone((_progress(record), path))
+        newest = max(range(len(paths)), key=lambda rank: (paths[rank][0], -rank))
+        where = paths[newest][1]
+        if where is None:
+            return None
+        return where, self.world.same_tensors(tensors, newest), self.world.same(record, newest)
+
+    def _restore(self, path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         # Runs that do not say so had the paper's curvature.
         if {"curvature": "paper"} | record["settings"] != self._settings():
             raise ValueError(
@@ -362,3 +387,10 @@ def described(graph: Graph) -> dict[str, Any]:
 
 def _name_of(value: Any) -> str:
     return getattr(value, "__qualname__", str(type(value)))
+
+
+def _progress(record: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return how far the run of a checkpoint had come: finished phases, whether the last was split, further epochs."""
+    history, unfinished = record.get("history", []), record.get("unfinished")
+    is_split = bool(history) and Phase.of(history[-1]).was_selected
+    return len(history), int(is_split), 0 if unfinished is None else len(unfinished["epochs"])

@@ -47,6 +47,10 @@ class SplitStep:
     plan: Callable[[int, Graph], SplitPlan] | None
     world: World
     progress: bool
+    # Other models that must grow alike, such as a moving average of the weights.
+    also: Sequence[nn.Module] = ()
+    # Whether to evaluate the loss after the split.
+    measure: bool = True
 
     def check(self, graph: Graph) -> Options:
         """Return the options of the first selection; raise ValueError or TypeError on bad options, before training."""
@@ -67,11 +71,11 @@ class SplitStep:
         self,
         phase: Phase,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         graph: Graph,
         folder: RunFolder | None,
-    ) -> bool:
-        """Split the neurons that gain the most, record it in `phase`, and return whether any neuron was split."""
+    ) -> SplitPlan:
+        """Split the neurons that gain the most, record it in `phase`, and return the plan, which may be empty."""
         with timed(phase, "capture"):
             given = self.batches(phase.index) if callable(self.batches) else self.batches
             batches: Any = given if are_the_same(given) else list(given)
@@ -85,13 +89,14 @@ class SplitStep:
         phase.splits, phase.negative = len(plan), sum(bool((split.weights < 0).any()) for split in plan.splits)
         phase.predicted_change = plan.predicted_change(self.eps)
         if not len(plan):
-            return False
+            return plan
         with timed(phase, "split"):
-            apply_splits(model, plan, self.eps, optimizer)
-        # The loss after the split, for comparison with the prediction.
-        with timed(phase, "measure"):
-            phase.split_loss = self._loss(model, batches)
-        return True
+            apply_splits(model, plan, self.eps, optimizer, also=self.also)
+        if self.measure:
+            # The loss after the split, for comparison with the prediction.
+            with timed(phase, "measure"):
+                phase.split_loss = self._loss(model, batches)
+        return plan
 
     def _plan(
         self, phase: Phase, model: nn.Module, graph: Graph, batches: Collection[Any], folder: RunFolder | None
@@ -103,17 +108,19 @@ class SplitStep:
             with timed(phase, "select"):
                 return self.plan(phase.index, graph)
         with timed(phase, "capture"):
-            operators = capture(
-                model,
-                self.loss_fn,
-                batches,
-                graph,
-                units=self.units,
-                curvature=self.curvature,
-                eps=self.eps,
-                floor=GROWTH_FLOOR,
-                memory_budget=self.memory_budget,
-                progress=self.progress,
+            operators = self.world.together(
+                lambda: capture(
+                    model,
+                    self.loss_fn,
+                    batches,
+                    graph,
+                    units=self.units,
+                    curvature=self.curvature,
+                    eps=self.eps,
+                    floor=GROWTH_FLOOR,
+                    memory_budget=self.memory_budget,
+                    progress=self.progress,
+                )
             )
             operators = of_all_processes(operators, len(batches), self.world)
         phase.loss = operators.loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from tqdm import tqdm
 from s3d_fast.base import require
 from s3d_fast.base.batches import length_of, moved
 from s3d_fast.base.losses import batch_loss
-from s3d_fast.base.world import ALONE, World
+from s3d_fast.base.random_state import OwnRandomness
+from s3d_fast.base.world import World, existing
+from s3d_fast.growth.batchnorm import synchronized
 from s3d_fast.growth.schedules import Schedule, constant
 from s3d_fast.records.record import Epoch
 
@@ -35,7 +38,9 @@ class EpochTrainer:
             best that the device supports, which on a CPU is fp32.
         channels_last: store images and filters with their channels innermost, which makes convolutions faster.
         compile: train through torch.compile; it compiles again in every phase, since the layer sizes change.
-        world: the processes that train together, each on its part of every batch; gradients are averaged.
+        world: the processes that train together, each on its part of every batch; gradients are averaged. By default
+            those of the process group that exists, if there is one. Dropout draws other masks in every process.
+        sync_batchnorm: normalise over the samples of all processes, not of each one alone, in every BatchNorm.
         progress: show a bar with samples per second and the time left.
     """
 
@@ -49,7 +54,8 @@ class EpochTrainer:
         precision: str = "fp32",
         channels_last: bool = False,
         compile: bool = False,
-        world: World = ALONE,
+        world: World | None = None,
+        sync_batchnorm: bool = False,
         progress: bool = False,
     ) -> None:
         require.count("epochs", epochs)
@@ -57,7 +63,12 @@ class EpochTrainer:
         self.loader, self.loss_fn, self.epochs = loader, loss_fn, epochs
         self.schedule = constant() if schedule is None else schedule
         self.precision, self.channels_last, self.compile = precision, channels_last, compile
-        self.world, self.progress = world, progress
+        self._world, self.sync_batchnorm, self.progress = world, sync_batchnorm, progress
+
+    @property
+    def world(self) -> World:
+        """The processes that train together."""
+        return existing() if self._world is None else self._world
 
     def __call__(
         self,
@@ -92,13 +103,18 @@ class EpochTrainer:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         wrapped = self.world.wrap(model)
         forward = torch.compile(wrapped) if self.compile else wrapped
-        step = _Step(forward, optimizer, self.loss_fn, self.precision, device)
+        # A single process draws from the global generators, as any training loop does.
+        own = OwnRandomness(self.world.rank, device) if self.world.size > 1 else None
+        step = _Step(forward, optimizer, self.loss_fn, self.precision, device, own)
         if loss_scale is not None:
             step.loss_scale = loss_scale
         rates = [group["lr"] for group in optimizer.param_groups]
         model.train()
         try:
-            with tqdm(desc=f"phase {phase}", unit=" samples", disable=not self.progress) as bar:
+            with (
+                synchronized(model, self.world) if self.sync_batchnorm else nullcontext(),
+                tqdm(desc=f"phase {phase}", unit=" samples", disable=not self.progress) as bar,
+            ):
                 for epoch in range(start, self.epochs):
                     before_epoch(epoch)
                     record = self._epoch(epoch, start, step, optimizer, rates, bar)
@@ -151,7 +167,9 @@ class _Step:
         loss_fn: Callable[[Any, Any], Tensor],
         precision: str,
         device: torch.device,
+        own: OwnRandomness | None = None,
     ) -> None:
+        self.own = own
         if precision == "auto":
             precision = "fp32" if device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
         self.model, self.optimizer, self.loss_fn, self.device = model, optimizer, loss_fn, device
@@ -164,6 +182,8 @@ class _Step:
     def begin(self) -> None:
         """Begin an epoch with a new scaler that keeps only the scale, exactly as a resumed run does."""
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale, enabled=self.scales)
+        if self.own is not None:
+            self.own.begin()
 
     def end(self) -> float:
         """End an epoch; return the scale of the loss."""
@@ -173,9 +193,11 @@ class _Step:
     def __call__(self, batch: Any) -> Tensor:
         """Return the loss before the update."""
         self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast:
-            loss = batch_loss(self.model, self.loss_fn, batch)
-        self.scaler.scale(loss).backward()
+        # The backward pass may draw too: checkpointed activations are computed again.
+        with self.own.drawing() if self.own is not None else nullcontext():
+            with self.autocast:
+                loss = batch_loss(self.model, self.loss_fn, batch)
+            self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss.detach()

@@ -11,9 +11,10 @@ from s3d_fast.network.execution import in_order
 from s3d_fast.network.export import Exported, exported, takes
 from s3d_fast.network.graph import Graph, fingerprint, hooks_of
 from s3d_fast.network.proof import proved
+from s3d_fast.network.sharding import is_sharded, unsharded
 from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.network.units import Analysis
-from s3d_fast.network.wrapping import arguments_of, unwrap
+from s3d_fast.network.wrapping import arguments_of, inside
 
 
 def trace(model: nn.Module, example_input: Any, *, prove: bool = True) -> Graph:
@@ -24,7 +25,8 @@ def trace(model: nn.Module, example_input: Any, *, prove: bool = True) -> Graph:
 
     Args:
         model: any nn.Module that torch.export can follow, also inside DistributedDataParallel, torch.compile and the
-            like; it stays unchanged.
+            like; it stays unchanged. Of a model that `fully_shard` has divided, the graph keeps a whole copy; every
+            process must call this.
         example_input: a tensor; a tuple of positional arguments; or a dict of keyword arguments. The first dimension of
             tensors is the batch.
         prove: check the graph and all units by evaluating the model. It costs about six forward passes, of two or three
@@ -36,7 +38,9 @@ def trace(model: nn.Module, example_input: Any, *, prove: bool = True) -> Graph:
             the line and a way out), or the graph computes something else than the model.
         TypeError: model is no module.
     """
-    model = unwrap(model)
+    model = inside(model)
+    if is_sharded(model):
+        model = unsharded(model)
     with undisturbed(model), torch.random.fork_rng(devices=[]):
         program = exported(model, *arguments_of(model, example_input))
         analysis = Analysis(model, program)

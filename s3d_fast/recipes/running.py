@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from s3d_fast.base import require
 from s3d_fast.base.batches import moved
 from s3d_fast.base.random_state import seed_all
-from s3d_fast.base.world import ALONE, World
+from s3d_fast.base.world import ALONE, World, existing
 from s3d_fast.data.sources import Dataset, Source
-from s3d_fast.growth.checkpoint import load_grown
+from s3d_fast.growth.checkpoint import read_any, restore
 from s3d_fast.growth.grower import Grower, described
+from s3d_fast.growth.loggers import Logger, log_epoch, log_phase
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
@@ -57,11 +58,13 @@ class Job:
             as many filters as growth would have.
         scratch: how long `uniform` trains: "total", as many epochs as a grown network has had by then, or "phase".
         device: "auto", "cpu", "cuda" ...
-        world: the processes that run the job together.
+        world: the processes that run the job together; by default those of the process group that exists, if any.
         precision: as for `EpochTrainer`.
         compile: train through torch.compile.
         progress: show progress bars.
         after_phase: called after every phase.
+        loggers: follow the run, as for `Grower`.
+        sync_batchnorm: as for `EpochTrainer`.
     """
 
     recipe: Recipe
@@ -74,11 +77,13 @@ class Job:
     like: Path | None = None
     scratch: str = "total"
     device: str = "auto"
-    world: World = ALONE
+    world: World = field(default_factory=existing)
     precision: str = "auto"
     compile: bool = False
     progress: bool = False
     after_phase: Callable[[Phase], object] = lambda phase: None
+    loggers: Sequence[Logger] = ()
+    sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
         require.choice("method", self.method, tuple(METHODS))
@@ -141,12 +146,14 @@ def run(job: Job, resume: bool = False) -> list[Phase]:
     """
     if torch.cuda.is_available():
         torch.backends.cudnn.deterministic = True
+    if job.out is not None:
+        resume = resume or job.world.from_first(RunFolder(job.out).was_begun_by_this_launch)
     # Find everything that can be wrong with the job before touching its folder.
     if job.method == "uniform":
-        sizes = uniform_sizes(job)
-        return _from_scratch(job, sizes, _about(job, resume), resume)
+        sizes = job.world.from_first(lambda: uniform_sizes(job))
+        return _from_scratch(job, sizes, job.world.from_first(lambda: _about(job, resume)), resume)
     grower = _growth(job)
-    grower.about = _about(job, resume)
+    grower.about = job.world.from_first(lambda: _about(job, resume))
     return grower.run(resume)
 
 
@@ -218,6 +225,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
         channels_last=last,
         compile=job.compile,
         world=world,
+        sync_batchnorm=job.sync_batchnorm,
         progress=job.progress and world.is_first,
     )
     arguments: dict[str, Any] = {
@@ -229,6 +237,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
         "world": world,
         "after_phase": job.after_phase,
         "name": recipe.name,
+        "loggers": job.loggers,
         "seed": job.seed,
         "progress": job.progress and world.is_first,
         **options,
@@ -257,7 +266,9 @@ def _growth(job: Job) -> Grower:
     recipe = job.recipe
     model = make_network(recipe, job.dataset.classes, job.seed, job.torch_device)
     if job.start is not None:
-        load_grown(model, job.start)
+        start = job.start
+        tensors, record = job.world.together(lambda: read_any(start) if job.world.is_first else ({}, {}))
+        restore(model, job.world.same_tensors(tensors), job.world.same(record))
     split_data = job.split_data(model)
     if split_data.recipe.memory_budget is not None:
         # A budget that is too small should fail now, not after a phase of training.
@@ -294,19 +305,26 @@ def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], about: dict[str, A
     if job.out is not None and job.world.is_first:
         model = make_network(replace(recipe, widths=sizes[0]), job.dataset.classes, job.seed, job.torch_device)
         graph = trace(model, torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
-        RunFolder(job.out).write_about(about | described(graph))
+        folder = RunFolder(job.out)
+        folder.write_about(about | described(graph))
+        folder.note_launch()
     for index, widths in enumerate(sizes):
         epochs = recipe.epochs * (index + 1 if job.scratch == "total" else 1)
         alone = replace(recipe, widths=widths, steps=0, epochs=epochs)
         model = make_network(alone, job.dataset.classes, job.seed, job.torch_device)
         out = None if job.out is None else job.out / f"size-{index:03d}"
         was_finished = out is not None and RunFolder(out).file("phase", 0).exists()
-        (phase,) = _grower(replace(job, after_phase=lambda phase: None), alone, model, phases=1, out=out).run(resume)
+        quiet = replace(job, after_phase=lambda phase: None, loggers=())
+        (phase,) = _grower(quiet, alone, model, phases=1, out=out).run(resume)
+        earlier = sum(len(past.epochs) for past in history)
         history.append(replace(phase, index=index))
         if job.out is not None and job.world.is_first:
             RunFolder(job.out).write_history(history)
         if not was_finished and job.world.is_first:
             job.after_phase(history[-1])
+            for epoch in history[-1].epochs:
+                log_epoch(job.loggers, earlier, epoch)
+            log_phase(job.loggers, history[-1])
     return history
 
 
@@ -334,7 +352,7 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
 
 
 def _about(job: Job, resume: bool) -> dict[str, Any]:
-    """Return the entries of run.json that describe a recipe's run.
+    """Return the entries of run.json that describe a recipe's run. The first process calls this.
 
     Raises:
         ValueError: the folder holds another run.
@@ -351,9 +369,11 @@ def _about(job: Job, resume: bool) -> dict[str, Any]:
         "classes": job.dataset.classes,
         "input_shape": list(job.dataset.input_shape),
         "precision": job.precision,
+        # An older run does not say so, and had none.
+        "sync_batchnorm": job.sync_batchnorm or None,
     }
     about = json.loads(json.dumps(about))
-    if job.out is None or not job.world.is_first:
+    if job.out is None:
         return about
     folder = RunFolder(job.out)
     was = folder.read_about() if folder.is_described() else None

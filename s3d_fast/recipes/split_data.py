@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from s3d_fast.base.batches import moved
+from s3d_fast.base.batches import OnDevice
 from s3d_fast.base.world import ALONE, World
 from s3d_fast.capture.all_batches import plan_capture
 from s3d_fast.capture.budget import CapturePlan
-from s3d_fast.data.sources import Sample, Source
+from s3d_fast.data.sources import Source
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.recipe import Recipe
 
@@ -114,19 +112,3 @@ class SplitData:
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """Batches of a sample; every pass moves them to the device again."""
-
-    batches: Sample
-    device: torch.device
-    channels_last: bool
-    same_every_pass: ClassVar[bool] = True
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (moved(batch, self.device, self.channels_last) for batch in self.batches)

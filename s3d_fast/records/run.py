@@ -72,7 +72,7 @@ class Run:
     @property
     def choices(self) -> dict[str, Any]:
         """All choices except the seed: the settings, and other entries of run.json that change the results."""
-        more = {name: self.about.get(name) for name in ("scratch", "precision")}
+        more = {name: self.about.get(name) for name in ("scratch", "precision", "sync_batchnorm")}
         # The paths in `start` and `like` differ from seed to seed: only whether they are set counts.
         more |= {name: True if self.about.get(name) else None for name in ("start", "like")}
         chosen = self.settings | {name: value for name, value in more.items() if value is not None}

@@ -16,6 +16,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from s3d_fast.base.files import write_whole
+from s3d_fast.base.world import launch_id, was_restarted
 from s3d_fast.records.json_records import mapping, shown, to_json
 from s3d_fast.records.record import PhaseRecord, read_phase
 
@@ -41,6 +42,7 @@ class RunFolder:
     - `spectra-000.safetensors`: the extreme eigenvalues of that network's filters.
     - `history.jsonl`: a line for every phase.
     - `run.json`: what is grown, the settings, the layers and the environment.
+    - `launch.txt`: the launch of torchrun that runs this, if it may restart processes.
     """
 
     KINDS = ("phase", "epoch", "network", "spectra")
@@ -58,6 +60,17 @@ class RunFolder:
             for path in self.path.glob(f".{name}.*.tmp"):
                 path.unlink(missing_ok=True)
         self.forget_epochs()
+
+    def note_launch(self) -> None:
+        """Note which launch of torchrun runs this, so that processes that it restarts may continue."""
+        launch = launch_id()
+        if launch is not None:
+            write_whole(self.path / "launch.txt", launch.encode())
+
+    def was_begun_by_this_launch(self) -> bool:
+        """Return whether torchrun has restarted this process, and this very launch has begun or resumed the run."""
+        note, launch = self.path / "launch.txt", launch_id()
+        return launch is not None and was_restarted() and note.is_file() and note.read_bytes() == launch.encode()
 
     def file(self, kind: str, phase: int) -> Path:
         """Return the path of a file of a phase; `kind` is one of `KINDS`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,16 @@ from torch import Tensor, nn
 
 from s3d_fast.backends.operations import grow_weights
 from s3d_fast.base import dtypes, require
+from s3d_fast.base.world import existing
 from s3d_fast.maths.reference import Widening
 from s3d_fast.network.graph import Filters, Graph, Holder, Unit, holders_of, stored_tensors
 from s3d_fast.network.growing import AxisGrowth, Copies, Growth, Shift, regrown, state_widening, widening
 from s3d_fast.network.proof import output_change, output_tolerance, outputs_of
+from s3d_fast.network.sharding import is_sharded, whole
 from s3d_fast.network.sizes import fitting_sizes
 from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.network.undo import AllOrNothing, set_size
-from s3d_fast.network.wrapping import retire_wrappers, unwrap
+from s3d_fast.network.wrapping import inside, retire_wrappers
 from s3d_fast.splitting.optimizers import Scaling, check_optimizer, unwrap_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 
@@ -46,7 +49,10 @@ def apply_splits(
 
     Args:
         model: the model that the plan was made for, or another model with the same layers and sizes; also inside
-            DistributedDataParallel, torch.compile and the like. A DistributedDataParallel must be made anew afterwards.
+            DistributedDataParallel, torch.compile and the like. A DistributedDataParallel must be made anew afterwards,
+            see `rewrap`. A model that `fully_shard` has divided is gathered, split and divided again, with its
+            optimizer; every process must call this, and has the whole model in memory meanwhile. The first process's
+            plan counts.
         plan: from `select`.
         eps: the size of the step, >= 0.
         optimizer: one of torch's, or one that `register_optimizer` knows, over the model's parameters.
@@ -66,17 +72,23 @@ def apply_splits(
             "the plan's graph was made by trace(..., prove=False): give apply_splits(..., check=example_input), or "
             "trace the model with a proof"
         )
-    models = [unwrap(one) for one in (model, *also)]
+    models = [inside(one) for one in (model, *also)]
+    if any(is_sharded(one) for one in models):
+        # Buffers differ between processes, so plans can; parts of different splits would not make one model.
+        plan = replace(plan, splits=existing().same(plan.splits))
     for place, one in enumerate(models):
         _require_fit(plan.graph, one, "the model" if place == 0 else f"also[{place - 1}]")
     by_unit = _check_splits(plan)
     optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
-    kinds = check_optimizer(optimizer, models[0])
-    if not by_unit:
-        return
-    if check is not None:
-        _check_outputs(models[0], check, lambda: _split(models[:1], plan.graph, by_unit, 0.0, None, {}))
-    _split(models, plan.graph, by_unit, eps, optimizer, kinds)
+    with ExitStack() as shards:
+        for place, one in enumerate(models):
+            shards.enter_context(whole(one, optimizer if place == 0 else None))
+        kinds = check_optimizer(optimizer, models[0])
+        if not by_unit:
+            return
+        if check is not None:
+            _check_outputs(models[0], check, lambda: _split(models[:1], plan.graph, by_unit, 0.0, None, {}))
+        _split(models, plan.graph, by_unit, eps, optimizer, kinds)
     for one in (model, *also):
         retire_wrappers(one)
 
