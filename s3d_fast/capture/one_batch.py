@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
 
 from s3d_fast.base import require
 from s3d_fast.base.losses import checked_loss
@@ -116,9 +117,12 @@ class _Taps(Execution):
         self.folded = set(self.folds.values())
         self.kept: dict[str, Any] = {}
 
-    def run(self, *arguments: Any) -> Any:
-        """Evaluate the model; networks of 2-d convolutions in channels_last."""
-        return super().run(*map(_channels_last, arguments) if self._is_faster_in_channels_last() else arguments)
+    def outputs(self, arguments: Sequence[Any]) -> Any:
+        """Return what the model makes of its arguments; networks of 2-d convolutions run in channels_last."""
+        if not self._is_faster_in_channels_last():
+            return self.run(*arguments)
+        # Losses may view the outputs in another shape.
+        return tree_map_only(Tensor, Tensor.contiguous, self.run(*map(_channels_last, arguments)))
 
     def _is_faster_in_channels_last(self) -> bool:
         """Return whether to evaluate in channels_last, where the rows of a 1 x 1 convolution are a view of its input.
@@ -172,7 +176,7 @@ def _stand_in(model: nn.Module, graph: Graph, units: Sequence[Unit], runs: list[
         found = graph_for(graph, model, arguments, keywords)
         taps = _Taps(found.module, model, [found.units[unit.name] for unit in units])
         runs.append(taps)
-        return taps.run(*in_order(found.module, model, arguments, keywords))
+        return taps.outputs(in_order(found.module, model, arguments, keywords))
 
     stand_in.__dict__["forward"] = forward
     # The graph contains what the model's own hooks do.

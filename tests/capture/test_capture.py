@@ -666,6 +666,46 @@ def folding_case() -> tuple[nn.Module, Graph, list[tuple[Tensor, Tensor]]]:
     return model.eval(), trace(model, x), [(x, data(5, 2, seed=1))]
 
 
+class Maps(nn.Module):
+    """Convolutions, a view of their outputs that only contiguous maps have, and maps as outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 6, 1)
+        self.depthwise, self.last = nn.Conv2d(6, 6, 3, stride=2, groups=6), nn.Conv2d(6, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        h = h.view(h.shape[0], h.shape[1], -1).view(h.shape)
+        return self.last(F.silu(self.depthwise(torch.relu(self.second(h)))))
+
+
+def test_convolutions_are_captured_in_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Maps(), torch.randn(4, 3, 9, 9)
+    graph = trace(model, x)
+    contiguous: list[bool] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        contiguous.append(output.is_contiguous())
+        return output.view(-1).square().mean()
+
+    def captured(is_last: bool) -> Captured:
+        monkeypatch.setattr(batch_capture._Taps, "_is_faster_in_channels_last", lambda self: is_last)
+        return capture(model, loss, [(x, x)], graph)
+
+    assert batch_capture._Taps(graph.module, model, list(graph))._is_faster_in_channels_last()
+    plain, last = captured(False), captured(True)
+    assert contiguous == [True, True]
+    for name, operator in last.items():
+        V = torch.randn(operator.shape, generator=torch.Generator().manual_seed(0))
+        assert relative_error(operator.matvec(V), plain[name].matvec(V)) <= 1e-4
+    monkeypatch.undo()
+    model, x = model.double(), x.double()
+    graph = trace(model, x)
+    assert not batch_capture._Taps(graph.module, model, list(graph))._is_faster_in_channels_last()
+
+
 def test_folded_norms_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, graph, batches = folding_case()
     folded = capture(model, squared_error, batches, graph)
