@@ -1,14 +1,17 @@
 """The memory of S v beyond its inputs and its result; on a CPU, each measurement runs in its own process.
 
-python -m benchmarks.memory cpu 65536 64 64 float32 2
+python -m benchmarks.memory 2 cpu 65536 64 64 float32
+
+The first number is that of the threads. Five words for each further measurement may follow.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,10 +26,16 @@ Result = TypeVar("Result")
 
 def extra_memory(backend: str, case: RowsCase) -> int:
     """Return the peak bytes of one product beyond its inputs and result; on a CPU, measured in a fresh process."""
+    return extra_memories([(backend, case)])[0]
+
+
+def extra_memories(measurements: Sequence[tuple[str, RowsCase]]) -> list[int]:
+    """Return the same for several backends and cases, on a CPU each in a process that is forked from a fresh one."""
     if not ON_CPU:
-        return _measure_gpu(backend, case)
-    dtype = str(case.dtype).removeprefix("torch.")
-    words = [backend, str(case.N), str(case.D), str(case.M), dtype, str(torch.get_num_threads())]
+        return [_measure_gpu(backend, case) for backend, case in measurements]
+    words = [str(torch.get_num_threads())]
+    for backend, case in measurements:
+        words += [backend, str(case.N), str(case.D), str(case.M), str(case.dtype).removeprefix("torch.")]
     output = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", *words],
         cwd=Path(__file__).parent.parent,
@@ -34,7 +43,7 @@ def extra_memory(backend: str, case: RowsCase) -> int:
         capture_output=True,
         text=True,
     ).stdout
-    return int(output)
+    return [int(line) for line in output.splitlines()]
 
 
 def peak_memory(call: Callable[[], Result]) -> tuple[Result, int]:
@@ -84,6 +93,14 @@ def _measure_gpu(backend: str, case: RowsCase) -> int:
 
 
 if __name__ == "__main__":
-    name, rows, width, filters, stored, threads = sys.argv[1:]
-    torch.set_num_threads(int(threads))
-    print(_measure(name, RowsCase(int(rows), int(width), int(filters), getattr(torch, stored))))
+    threads, *rest = sys.argv[1:]
+    for start in range(0, len(rest), 5):
+        name, rows, width, filters, stored = rest[start : start + 5]
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(int(threads))
+            case = RowsCase(int(rows), int(width), int(filters), getattr(torch, stored))
+            print(_measure(name, case), flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            sys.exit("a measurement failed")

@@ -6,7 +6,9 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 # Triton's kernels run in its interpreter, which has to be settled before they are imported.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -22,6 +24,32 @@ from s3d_fast.backends.interface import Backend
 
 # The shapes here are small: handing work to a second thread costs more than it saves, and varies from run to run.
 torch.set_num_threads(1)
+
+
+def patch_the_language_once() -> None:
+    """Let Triton's interpreter patch its language once for a launch, not at every call of a function in the kernel."""
+    try:
+        from triton import language
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch = interpreter._patch_lang
+
+    @cache
+    def modules(function: Any) -> list[Any]:
+        seen = {id(value) for value in function.__globals__.values()}
+        return [module for module in (language, language.core) if id(module) in seen]
+
+    def once(function: Any) -> Any:
+        is_patched = not any(language.core.is_builtin(module.load) for module in modules(function))
+        return interpreter._LangPatchScope() if is_patched else patch(function)
+
+    # Older versions undo nothing, and so have no list of changes.
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = once
+
+
+patch_the_language_once()
 
 ISAS: list[str] = extension.module.available_isas() if extension.module else []
 

@@ -1,10 +1,10 @@
 """Processes that grow a network together.
 
-    torchrun -m tests.distributed_worker grow FOLDER    one of several processes, or a single one
-    python -m tests.distributed_worker deaths FOLDER    every case of DEATHS, in forked processes and separate folders
+    python -m tests.distributed_worker FOLDER
 
-In every case two processes grow a network until one of them dies, and some processes resume the run. A line for each
-case tells its stage and how both ended.
+First one process grows a network, in the folder "alone", and two processes, in "together". Then, in every case of
+DEATHS, two processes grow a network until one of them dies, and some processes resume the run. A line for each tells
+its stage and how the processes ended. All are forked from one, by torchrun's agent, and have folders of their own.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ def grow_in_one_process(folder: Path, stage: str = "none", rank: int = -1) -> No
 
 
 def die_and_resume(folder: Path) -> None:
-    """Run every case of DEATHS, after one whole run in this process, whose folder is called "alone"."""
+    """Run every case of DEATHS, after a whole run in this process and one in two others."""
     grow_in_one_process(folder / "alone")
+    print(json.dumps({"stage": "none", "together": asdict(launch(2, grow_in_one_process, folder / "together"))}))
     for stage, rank, ranks_after in DEATHS:
         died = launch(2, grow_in_one_process, folder / stage, stage, rank)
         phases = len(list((folder / stage).glob("phase-*.safetensors")))
@@ -126,8 +127,4 @@ def die_and_resume(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    command, place = sys.argv[1], Path(sys.argv[2])
-    if command == "grow":
-        grow_in_one_process(place)
-    else:
-        die_and_resume(place)
+    die_and_resume(Path(sys.argv[1]))

@@ -1,11 +1,7 @@
-"""A small growth for separate processes: `run` finishes or resumes it, `kill` dies in the middle of it.
+"""A small growth, and processes that die in the middle of it: python -m tests.grow_worker FOLDER.
 
-    python -m tests.grow_worker run FOLDER
-    python -m tests.grow_worker kill FOLDER STAGE PHASE
-    python -m tests.grow_worker kill-all FOLDER
-
-`kill-all` runs `kill` for every scenario, in forked processes and separate folders. It prints the name of each scenario
-and the signals that ended its processes.
+Every scenario runs in forked processes, in a folder of its own. A line for each tells its name and the signals that
+ended its processes.
 """
 
 from __future__ import annotations
@@ -79,7 +75,8 @@ def grower(out: str | Path | None, **options: Any) -> s3d.Grower:
         "seed": 3,
         **options,
     }
-    return s3d.Grower(model, x[:2], nn.functional.cross_entropy, [(x[:24], target[:24])], **arguments)
+    # The example is as large as the batch: a capture of another size would export the model once more.
+    return s3d.Grower(model, x[:24], nn.functional.cross_entropy, [(x[:24], target[:24])], **arguments)
 
 
 def die() -> None:
@@ -197,10 +194,4 @@ def fork(folder: Path, stage: str, phase: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    command, place = sys.argv[1], Path(sys.argv[2])
-    if command == "run":
-        grower(place).run(resume=True)
-    elif command == "kill":
-        killed(place, sys.argv[3], int(sys.argv[4]))
-    else:
-        kill_all(place)
+    kill_all(Path(sys.argv[1]))

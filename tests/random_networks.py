@@ -370,7 +370,7 @@ def check_random_networks(seeds: range, layout: str) -> None:
     for seed in seeds:
         try:
             found.append(check_random_network(random.Random(seed), layout))
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203
             raise AssertionError(f"the network of seed {seed}: {error}") from error
     assert sum(count > 0 for count in found) >= len(seeds) / 2
 

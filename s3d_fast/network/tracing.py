@@ -52,8 +52,8 @@ def trace(model: nn.Module, example_input: Any, *, prove: bool = True) -> Graph:
 def graph_for(graph: Graph, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Graph:
     """Return a graph of the same model that can be evaluated with these arguments.
 
-    A graph holds for one size of input and the hooks that the model had. For another batch size the model is exported
-    once more, for any batch size; if its code does not allow that, once for every size.
+    A graph holds for one size of input and the hooks that the model had. For another size the model is exported once
+    more, and at the next one for any batch size; if its code does not allow that, once for every size.
 
     Raises:
         ValueError: the model cannot be exported with these arguments, or has other units then.
@@ -62,7 +62,8 @@ def graph_for(graph: Graph, model: nn.Module, arguments: tuple[Any, ...], keywor
     for known in (graph, *graph.variants):
         if takes(known.module, inputs) and known.module.meta["hooks"] == hooks_of(model):
             return known
-    program = _for_any_batch(model, arguments, keywords)
+    # Most captures have batches of one size, and a graph for one size takes a third of the time.
+    program = _for_any_batch(model, arguments, keywords) if graph.variants else None
     if program is None or not takes(program.module, inputs):
         program = exported(model, arguments, keywords)
     found = Analysis(model, program).graph()

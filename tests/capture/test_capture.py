@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -460,8 +460,9 @@ class Fingerprint:
         assert torch.equal(now.random_state, self.random_state)
 
 
+@cache
 def disturbed(case: ModelCase) -> tuple[nn.Module, Graph, list[tuple[Tensor, Tensor]]]:
-    """Return a model with mixed modes, gradients and hooks, its graph, and two batches."""
+    """Return a model with mixed modes, gradients and hooks, its graph, and two batches; the same ones for all tests."""
     model = case.model()
     batches = [case.batch(model, seed=seed) for seed in (1, 2)]
     graph = trace(model, case.inputs())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,12 +45,18 @@ def second_derivative(
     return float(second)
 
 
+@cache
+def traced(case: ChainCase, act: Callable[[], nn.Module]) -> tuple[nn.Module, s3d.Graph, Tensor, Tensor]:
+    """Return a model, its graph, inputs and targets, the same ones for all tests."""
+    model, x = case.model(act), case.inputs()
+    target = torch.randn(model(x).shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    return model, s3d.trace(model, x), x, target
+
+
 def captured(
     case: ChainCase, act: Callable[[], nn.Module] = nn.SiLU, **options: Any
 ) -> tuple[nn.Module, s3d.Graph, s3d.Captured, Tensor, Tensor]:
-    model, x = case.model(act), case.inputs()
-    graph = s3d.trace(model, x)
-    target = torch.randn(model(x).shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    model, graph, x, target = traced(case, act)
     return model, graph, s3d.capture(model, squared_error, [(x, target)], graph, **options), x, target
 
 

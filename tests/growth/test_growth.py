@@ -730,15 +730,11 @@ def test_a_run_with_prices_from_a_function_resumes(tmp_path: Path) -> None:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
     """The folder of the killed runs, with a subfolder for each scenario, and the signals that ended their processes."""
     folder = tmp_path_factory.mktemp("killed")
-    done = work("kill-all", str(folder))
+    command = [sys.executable, "-m", "tests.grow_worker", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     return folder, {name: [int(number) for number in numbers] for name, *numbers in lines}
-
-
-def work(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.grow_worker", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
 def assert_like_the_whole_run(folder: Path, whole: Path) -> None:
@@ -754,6 +750,10 @@ def test_a_killed_run_resumes(
 ) -> None:
     folder, signals = killed[0] / scenario, killed[1]
     assert signals[scenario] == [signal.SIGKILL] * len(grow_worker.SCENARIOS[scenario])
+    if scenario == "half-phase-1":
+        # The half of a checkpoint that was written has another name.
+        assert [path.name for path in folder.glob("phase-*.safetensors")] == ["phase-000.safetensors"]
+        assert list(folder.glob(".*.tmp"))
     # A file with its final name is complete, however the process ended.
     for path in folder.glob("*.safetensors"):
         load_file(path)
@@ -766,15 +766,6 @@ def test_a_killed_run_resumes(
     assert record(run.history) == record(whole[1].history)
     assert_like_the_whole_run(folder, whole[0])
     assert history_file(folder) == [as_strict(asdict(phase)) for phase in run.history]
-
-
-def test_a_killed_process_is_resumed_by_another(tmp_path: Path, whole: tuple[Path, s3d.Grower]) -> None:
-    assert work("kill", str(tmp_path), "half-phase", "1").returncode == -signal.SIGKILL
-    assert [path.name for path in tmp_path.glob("phase-*.safetensors")] == ["phase-000.safetensors"]
-    assert list(tmp_path.glob(".*.tmp"))
-    done = work("run", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert_like_the_whole_run(tmp_path, whole[0])
 
 
 def never(*_: object) -> None:

@@ -1,14 +1,16 @@
-"""What tracing leaves alone: the model's modes, tensors and gradients, and the random state."""
+"""What tracing leaves alone: the model's modes, tensors and gradients, and the random state; and what it exports."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from s3d_fast import trace
-from tests.model_cases import MODELS, ModelCase, data
+from s3d_fast import capture, trace
+from tests.model_cases import MODELS, ModelCase, data, squared_error
 from tests.network.tracing_cases import two_linear
 
 
@@ -67,3 +69,33 @@ def test_the_length_of_a_graph_is_its_number_of_units() -> None:
     graph = trace(model, torch.zeros(1, 3))
     assert len(graph) == len(list(graph)) == 2
     assert len(trace(nn.Linear(3, 4), torch.zeros(1, 3))) == 0
+
+
+def test_a_second_size_has_a_graph_of_its_own_and_further_sizes_share_one() -> None:
+    model = two_linear(lambda self, h: F.relu(h))
+    graph = trace(model, data(2, 4))
+    batches = [(x, torch.zeros_like(model(x))) for x in (data(size, 4) for size in (5, 2, 5, 3, 7, 1))]
+    found = capture(model, squared_error, batches, graph)
+    assert [variant.module.meta["sizes"] for variant in graph.variants] == [[[5, 4]], [[None, 4]]]
+    alone = [capture(model, squared_error, [batch], trace(model, batch[0])) for batch in batches]
+    for name, operator in found.items():
+        mean = torch.stack([one[name].dense() for one in alone]).mean(0)
+        torch.testing.assert_close(operator.dense(), mean, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [
+        lambda h: torch.einsum("ij,j->ij", h, torch.ones(h.shape[1], dtype=h.dtype)),
+        lambda h: F.pad(h, (0, 0)),
+        lambda h: h.roll(1, 0),
+        lambda h: h.flip(0),
+    ],
+    ids=["einsum", "pad", "roll", "flip"],
+)
+def test_a_change_in_place_of_a_new_tensor_leaves_the_old_one(fresh: Callable[[Tensor], Tensor]) -> None:
+    def forward(self: nn.Module, h: Tensor) -> Tensor:
+        return h.sin() + fresh(h).relu_()
+
+    # The graph is compared with the model.
+    trace(two_linear(forward), data(3, 4))

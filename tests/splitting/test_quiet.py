@@ -33,7 +33,12 @@ def test_budgets_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """Run a programme; its output goes to a pipe, which C buffers until it is flushed."""
     root = Path(__file__).parents[2]
-    head = "import ctypes, os, sys, threading\nfrom s3d_fast.splitting.quiet import quiet\nC = ctypes.CDLL(None)\n"
+    # The file alone, without the package, which would import torch.
+    head = (
+        "import ctypes, os, runpy, sys, threading\n"
+        "quiet = runpy.run_path('s3d_fast/splitting/quiet.py')['quiet']\n"
+        "C = ctypes.CDLL(None)\n"
+    )
     return subprocess.run(
         [sys.executable, "-c", head + textwrap.dedent(code)],
         capture_output=True,
