@@ -16,13 +16,12 @@ from s3d_fast.base.tables import text_table
 from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.chain import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
-from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.growth.run_folder import RunFolder, read_spectra
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.running import Job, first, make_loss, make_network
-from s3d_fast.recipes.saved import recipe_of, saved_network
+from s3d_fast.recipes.saved import load_network, recipe_of, saved_network
 from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.solvers import extremal_eigenpairs
 
@@ -63,8 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.phase is None and options.data is None and recipe.dataset != "digits" and solved:
         # The last phase does not split, so without data the phase before it is the last one with spectra.
         path = solved[-1].with_name(solved[-1].name.replace("spectra", "network"))
-    model = make_network(recipe, about["classes"])
-    load_grown(model, path)
+    model = load_network(about, path)
     graph = trace(model, torch.zeros(2, *about["input_shape"]))
     print(f"{path}: {sum(p.numel() for p in model.parameters())} parameters\n")
     print(graph.explain())
@@ -95,8 +93,7 @@ def _dry_run(options: argparse.Namespace) -> int:
         about, path = saved_network(options.folder, options.phase)
         recipe = recipe_of(about)
         dataset = load_dataset(recipe, options)
-        model = make_network(recipe, about["classes"])
-        load_grown(model, path)
+        model = load_network(about, path)
     seed_all(0)
     if options.memory_budget is not None:
         recipe = recipe.with_settings({"memory_budget": options.memory_budget})

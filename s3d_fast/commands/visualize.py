@@ -11,9 +11,7 @@ from s3d_fast import visualize
 from s3d_fast.base.tables import text_table
 from s3d_fast.data.cifar import NORMALISE as CIFAR_NORMALISE
 from s3d_fast.data.images import IMAGENET_NORMALISE
-from s3d_fast.growth.checkpoint import load_grown
-from s3d_fast.recipes.running import make_network
-from s3d_fast.recipes.saved import recipe_of, saved_network
+from s3d_fast.recipes.saved import load_network, recipe_of, saved_network
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -47,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
         normalise = CIFAR_NORMALISE if recipe.dataset == "cifar100" else IMAGENET_NORMALISE
         if len(about["input_shape"]) != 3 or about["input_shape"][0] != 3:
             raise ValueError(f"--run: the network must take images of three channels, got {about['input_shape']}")
-        model = make_network(recipe, about["classes"])
-        load_grown(model, path)
+        model = load_network(about, path)
     image = visualize.load_image(options.image, size, normalise)
     if options.label is None:
         with torch.no_grad():

@@ -16,8 +16,10 @@ from s3d_fast.base import require
 from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_random_state
 from s3d_fast.base.world import ALONE, World
 from s3d_fast.growth import checkpoint
+from s3d_fast.growth.json_records import differences
 from s3d_fast.growth.record import Epoch, Phase
 from s3d_fast.growth.run_folder import RunFolder
+from s3d_fast.growth.saved_state import read_state
 from s3d_fast.growth.split_step import Options, SplitStep, timed
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
@@ -278,24 +280,20 @@ class Grower:
         self.folder.write_history(phases)
 
     def _restore(self, path: Path) -> None:
-        tensors, record = checkpoint.read(path)
+        state = read_state(path)
         # Runs that do not say so had the paper's curvature.
-        if {"curvature": "paper"} | record["settings"] != self._settings():
+        differing = differences({"curvature": "paper"} | state.settings, self._settings())
+        if differing:
             raise ValueError(
-                f"out: {path.parent} holds a run with other settings: {record['settings']}; "
-                f"this one has {self._settings()}"
+                f"out: {path.parent} holds a run with other settings: {', '.join(differing)}; give another folder, or "
+                "these settings"
             )
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
-        for name, tensor in tensors.items():
-            part, _, rest = name.partition("/")
-            parts[part][rest] = tensor
-        checkpoint.restore(self.model, parts["model"], record)
+        with checkpoint.naming(path):
+            state.require_fit(self.model, self.make_optimizer(self.model.parameters()))
+            checkpoint.restore(self.model, state.model, state.record)
         self.optimizer = self.make_optimizer(self.model.parameters())
-        checkpoint.restore_optimizer(self.model, self.optimizer, parts["optimizer"], record["groups"])
-        self.history = [Phase.of(past) for past in record["history"]]
-        self.stopped = record["stopped"]
-        if record["unfinished"] is not None:
-            self._unfinished = (Phase.of(record["unfinished"]), (parts["random"], record["random"]))
+        checkpoint.restore_optimizer(self.model, self.optimizer, state.optimizer, state.groups)
+        self.history, self.stopped, self._unfinished = state.history, state.stopped, state.unfinished
         # A killed process may have written the checkpoint but not the history.
         if self.world.is_first:
             self._write_history(self._unfinished[0] if self._unfinished else None)
