@@ -69,11 +69,13 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def _read_split(folder: Path, name: str) -> tuple[Tensor, Tensor]:
-    where = _file(folder, f"{name}-images-idx3-ubyte")
-    images, labels = read_idx(where), read_idx(_file(folder, f"{name}-labels-idx1-ubyte"))
+    where, beside = (_file(folder, f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    images, labels = read_idx(where), read_idx(beside)
     if images.shape[1:] != SHAPE[1:]:
         raise ValueError(f"{where}: images must have shape (N, 28, 28), got {images.shape}")
-    return torch.from_numpy(images.copy()).unsqueeze(1), as_labels(where, labels, len(images), CLASSES)
+    return torch.from_numpy(images.copy()).unsqueeze(1), as_labels(
+        f"{where} and {beside.name}", labels, len(images), CLASSES
+    )
 
 
 def _file(folder: Path, name: str) -> Path:

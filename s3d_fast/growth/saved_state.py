@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,10 @@ def _phase(where: str, past: Any) -> Phase:
         raise ValueError(f"{where}: an epoch of phase {record.index} has no number")
     if any(epoch.seconds is None for epoch in record.epochs):
         raise ValueError(f"{where}: an epoch of phase {record.index} has no seconds")
-    # What is null in a record was left out, or is a number that is not known.
-    return Phase.of({name: value for name, value in past.items() if value is not None})
+    # What is null was left out or is not known, and an empty value of any kind is an empty collection.
+    collections = {one.name for one in fields(Phase) if str(one.type).startswith(("dict", "list"))}
+    empty = {name: getattr(record, name) for name in collections if not past.get(name)}
+    return Phase.of({name: value for name, value in past.items() if value is not None} | empty)
 
 
 def _random_state(tensors: dict[str, Tensor], plain: Any) -> RandomState:

@@ -47,7 +47,8 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             names = file.keys()
-            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+            # Copied: the library's tensors are the mapped file, and end the process if somebody shortens it later.
+            return {name: file.get_tensor(name).clone() for name in names}, file.metadata() or {}
     # A header may ask for types that this version of torch lacks, which is not a SafetensorError.
     except Exception as error:
         raise ValueError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
