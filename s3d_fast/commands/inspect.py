@@ -16,6 +16,7 @@ from s3d_fast.base.tables import text_table
 from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.chain import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
+from s3d_fast.commands.parsing import Parser
 from s3d_fast.growth.run_folder import RunFolder, read_spectra
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
@@ -28,12 +29,10 @@ from s3d_fast.solvers import extremal_eigenpairs
 Ends = dict[str, tuple[np.ndarray, np.ndarray]]  # lambda_min and lambda_max of every unit
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command."""
-    command = commands.add_parser(
-        "inspect",
-        help="show which layers of a saved network can be split, and their spectra",
-        description="Print which layers can be split, why others cannot, and the extreme eigenvalues of every layer.",
+def add(command: Parser) -> None:
+    """Add the options and the description."""
+    command.description = (
+        "Print which layers can be split, why others cannot, and the extreme eigenvalues of every layer."
     )
     command.add_argument("folder", type=Path, metavar="RUN", help="folder of a run; or a recipe, with --dry-run")
     command.add_argument("--phase", type=int, help="phase of the network; the last by default")
@@ -43,7 +42,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--dry-run", action="store_true", help="print what a capture will keep, where, and how long it will take"
     )
     dry.add_argument(
-        "--preset", choices=recipes.PRESETS, default="paper", help="preset of the recipe; default: %(default)s"
+        "--preset", choices=recipes.PRESETS, help="preset of the recipe; by default the one that fits this machine"
     )
     dry.add_argument("--memory-budget", metavar="BYTES", help="such as 4GiB; the recipe's by default")
     dry.add_argument("--processes", type=int, default=1, help="processes that will share the run; default: %(default)s")
@@ -86,7 +85,8 @@ def _dry_run(options: argparse.Namespace) -> int:
     if name in recipes.RECIPES:
         if options.phase is not None:
             raise ValueError("--phase goes with a run, not with a recipe")
-        recipe = recipes.recipe(name, options.preset)
+        gpu = Job.device_of(options.device).type != "cpu"
+        recipe = recipes.recipe(name, options.preset or recipes.preset_for(name, gpu))
         dataset = load_dataset(recipe, options)
         model = make_network(recipe, dataset.classes)
     else:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from s3d_fast.base.files import write_whole
+from s3d_fast.base.tensor_files import is_pickled, read_pickled, read_safetensors, serialized
 from s3d_fast.growth.json_records import mapping, parse
-from s3d_fast.growth.tensor_files import is_pickled, read_pickled, read_safetensors, serialized
 from s3d_fast.network.sizes import fitting_sizes, size_attributes, wanted_shapes
 from s3d_fast.network.undo import AllOrNothing, set_size
 from s3d_fast.network.wrapping import unwrap

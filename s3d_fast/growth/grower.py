@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from s3d_fast.base import require
 from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_random_state
@@ -19,7 +19,7 @@ from s3d_fast.growth import checkpoint
 from s3d_fast.growth.json_records import differences
 from s3d_fast.growth.record import Epoch, Phase
 from s3d_fast.growth.run_folder import RunFolder
-from s3d_fast.growth.saved_state import read_state
+from s3d_fast.growth.saved_state import state_of
 from s3d_fast.growth.split_step import Options, SplitStep, timed
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
@@ -280,7 +280,8 @@ class Grower:
         self.folder.write_history(phases)
 
     def _restore(self, path: Path) -> None:
-        state = read_state(path)
+        tensors, record = checkpoint.read(path)
+        state = state_of(path, tensors, record)
         # Runs that do not say so had the paper's curvature.
         differing = differences({"curvature": "paper"} | state.settings, self._settings())
         if differing:

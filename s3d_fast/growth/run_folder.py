@@ -13,10 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from s3d_fast.base.files import write_whole
+from s3d_fast.base.tensor_files import read_safetensors
 from s3d_fast.growth import checkpoint
 from s3d_fast.growth.json_records import mapping, parse, shown, to_json
 from s3d_fast.growth.record import PhaseRecord, read_phase
-from s3d_fast.growth.tensor_files import read_safetensors
 
 # The entries of run.json: name -> (type, type in words, default).
 ABOUT: dict[str, tuple[type, str, Any]] = {

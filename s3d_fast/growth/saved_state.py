@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,12 @@ class SavedState:
         checkpoint.require_optimizer_state(model, optimizer, self.optimizer, self.groups, shapes)
 
 
-def read_state(path: Path) -> SavedState:
-    """Return the state in a checkpoint.
+def state_of(path: Path, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> SavedState:
+    """Return the state in a checkpoint, from its tensors and its record; the path is for errors.
 
     Raises:
-        ValueError: the file is damaged, or is not the checkpoint of a run.
+        ValueError: it is not the checkpoint of a run.
     """
-    tensors, record = checkpoint.read(path)
     with checkpoint.naming(path):
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
         for name, tensor in tensors.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from s3d_fast.base import byte_counts
 from s3d_fast.base.batches import are_the_same

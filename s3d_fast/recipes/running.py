@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from s3d_fast import env
+from s3d_fast import env, recipes
 from s3d_fast.base import require
 from s3d_fast.base.batches import moved
 from s3d_fast.base.random_state import seed_all
@@ -24,6 +24,7 @@ from s3d_fast.base.world import ALONE, World
 from s3d_fast.data.sources import Dataset, Source
 from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.growth.grower import Grower
+from s3d_fast.growth.json_records import differences
 from s3d_fast.growth.record import Phase
 from s3d_fast.growth.run import read_run
 from s3d_fast.growth.run_folder import RunFolder
@@ -50,7 +51,7 @@ class Job:
 
     Attributes:
         recipe: the recipe, with its settings.
-        preset: the name of the recipe's preset, for run.json.
+        preset: the name of the recipe's preset, for run.json; by default that of the whole experiment.
         dataset: the data to train and test on.
         method: one of `METHODS`.
         seed: determines the initial weights and all random draws.
@@ -69,7 +70,7 @@ class Job:
 
     recipe: Recipe
     dataset: Dataset
-    preset: str = "paper"
+    preset: str | None = None
     method: str = "s3d"
     seed: int = 0
     out: Path | None = None
@@ -342,7 +343,7 @@ def _describe(job: Job, resume: bool) -> None:
         return
     about = {
         "recipe": job.recipe.name,
-        "preset": job.preset,
+        "preset": job.preset or recipes.preset_for(job.recipe.name, has_gpu=True),
         "method": job.method,
         "seed": job.seed,
         "settings": job.recipe.as_settings(),
@@ -357,9 +358,13 @@ def _describe(job: Job, resume: bool) -> None:
     folder = RunFolder(job.out)
     if (job.out / "run.json").exists():
         was = folder.read_about()
-        differing = [name for name in about if _fixed(was.get(name)) != _fixed(about[name])]
+        was["preset"] = recipes.preset_today(was["recipe"], was["preset"])
+        there, here = ({name: _fixed(one.get(name)) for name in about} for one in (was, about))
+        differing = differences(there, here)
         if differing:
-            raise ValueError(f"out: {job.out} holds another run: {', '.join(differing)} differ; give another folder")
+            raise ValueError(
+                f"out: {job.out} holds another run: {', '.join(differing)}; give another folder, or the same settings"
+            )
         if not resume:
             raise ValueError(f"out: {job.out} holds a run already; resume it, or give another folder")
     elif folder.latest() is not None:

@@ -56,7 +56,7 @@ def recipe_of(about: dict[str, Any]) -> recipes.Recipe:
         ValueError: there is no such recipe or preset, or a setting is bad.
     """
     try:
-        recipe = recipes.recipe(about["recipe"], about["preset"])
+        recipe = recipes.recipe(about["recipe"], recipes.preset_today(about["recipe"], about["preset"]))
         return recipe.with_settings({"curvature": "paper"} | about["settings"])
     except ValueError as error:
         raise ValueError(f"run.json: {error}") from error

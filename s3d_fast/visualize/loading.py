@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from s3d_fast.base import require
+from s3d_fast.base.tensor_files import is_pickled, read_pickled, read_safetensors
 from s3d_fast.data.images import IMAGENET_NORMALISE, Normalise, open_image
-from s3d_fast.growth.tensor_files import is_pickled, read_pickled, read_safetensors
 from s3d_fast.models.vgg import vgg19_of
 
 PICTURES = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM")

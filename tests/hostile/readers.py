@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import io
 import json
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,12 +23,14 @@ from torch import Tensor
 
 import s3d_fast as s3d
 from s3d_fast import data
+from s3d_fast.base.tensor_files import serialized
 from s3d_fast.base.world import World
+from s3d_fast.commands import grow as grow_command
+from s3d_fast.commands.parsing import Parser
 from s3d_fast.data import Entry, JpegSource
 from s3d_fast.growth import checkpoint
 from s3d_fast.growth.run import read_run
 from s3d_fast.growth.run_folder import read_spectra
-from s3d_fast.growth.tensor_files import serialized
 from s3d_fast.models.mlp import MLP
 from s3d_fast.recipes import recipe
 from s3d_fast.recipes.running import Job, run
@@ -494,3 +498,52 @@ def restored(changed: Any, short: Any, whole: Any) -> Any:
     if isinstance(changed, dict) and changed.get("random") == short["random"]:
         return changed | {"random": whole["random"]}
     return changed
+
+
+def read_config(file: Path) -> Callable[[], object]:
+    """Return a function that parses the options of a file, as `s3d-fast grow --config` does, and makes the recipe."""
+
+    def read() -> None:
+        command = Parser("grow")
+        grow_command.add(command)
+        arguments = ["--config", str(file), "--quiet"]
+        options = command.parse_args(arguments, argparse.Namespace(arguments=arguments))
+        chosen = grow_command.configured(command, options)
+        chosen.preset = chosen.preset or "cpu"
+        grow_command.made_recipe(chosen)
+
+    return read
+
+
+CONFIG = {"recipe": "digits", "preset": "cpu", "method": "s3d", "seeds": [0, 1], "quiet": True, "precision": "fp32"}
+CONFIG |= {"settings": {"epochs": 3, "widths": [2, 3, 4], "eps": 0.02, "optimizer": "sgd", "memory_budget": "1GB"}}
+
+
+@reader("options, JSON")
+def config_json(folder: Path) -> Case:
+    file = folder / "options.json"
+    file.write_bytes(as_json(CONFIG))
+    return Case(file, text_or_record(CONFIG), read_config(file))
+
+
+@reader("options, run.json")
+def config_run(folder: Path) -> Case:
+    file = folder / "run.json"
+    settings = json.loads(json.dumps(recipe("digits", "cpu").as_settings())) | {"eps": 0.02}
+    about = {"recipe": "digits", "preset": "cpu", "method": "s3d", "seed": 1, "settings": settings, "like": None}
+    about |= {"environment": {"torch": "2"}, "command": ["s3d-fast"], "precision": "auto"}
+    file.write_bytes(as_json(about))
+    return Case(file, text_or_record(about), read_config(file))
+
+
+@reader("options, TOML")
+def config_toml(folder: Path) -> Case:
+    file = folder / "options.toml"
+    lines = [f"{name} = {json.dumps(value)}" for name, value in CONFIG.items() if name != "settings"]
+    settings: Any = CONFIG["settings"]
+    lines += ["[settings]", *(f"{name} = {json.dumps(value)}" for name, value in settings.items())]
+    file.write_text("\n".join(lines) + "\n")
+    # Before Python 3.11 it takes a library to read it at all.
+    read = read_config(file) if sys.version_info >= (3, 11) else lambda: None
+    nested = st.integers(1, 20_000).map(lambda depth: b"a = " + b"[" * depth)
+    return Case(file, st.one_of(damaged(file.read_bytes()), nested), read)

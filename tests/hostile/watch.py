@@ -16,20 +16,32 @@ FORBIDDEN = (
     *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "shutil."),
     *("pickle.find_class", "os.putenv", "os.unsetenv", "signal.pthread_kill", "os.kill"),
 )
-# Libraries import modules of their own on first use.
-INSTALLED = (sys.prefix, sys.base_prefix, "<frozen")
 _active: list[list[str]] = []
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not _active:
         return
-    if event == "exec" and getattr(arguments[0], "co_filename", "").startswith(INSTALLED):
+    # Libraries import modules of their own on first use.
+    if event == "exec" and (_is_installed(arguments[0].co_filename) or _is_importing()):
         return
     if event.startswith(FORBIDDEN):
         _active[-1].append(f"{event} {arguments!r:.200}")
     elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         _active[-1].append(f"opened {arguments[0]!r} for writing")
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((sys.prefix, sys.base_prefix, "<frozen"))
+
+
+def _is_importing() -> bool:
+    """Return whether a module is being imported: dataclasses and named tuples are made by executing text."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+    return False
 
 
 sys.addaudithook(_hook)
