@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from s3d_fast.kernels import (
     curvature,

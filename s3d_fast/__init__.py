@@ -1,112 +1,49 @@
 """Signed splitting steepest descent: grow PyTorch networks by splitting neurons, fast."""
 
+import importlib
 import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from s3d_fast.backends.operations import (
-    add_splitting_matrices,
-    conv_matvec,
-    curvature_coefficients,
-    edgeconv_matvec,
-    splitting_matrices,
-    splitting_matvec,
-    splitting_matvec_grouped,
-)
 from s3d_fast.base.version import VERSION
-from s3d_fast.capture.all_batches import Captured, capture, plan_capture
-from s3d_fast.capture.budget import CapturePlan
-from s3d_fast.capture.layers import capture_layers
-from s3d_fast.growth import schedules
-from s3d_fast.growth.checkpoint import growable, layer_arguments, load_grown, resize_like, save_grown
-from s3d_fast.growth.grow_step import GrowthStep, grow_step
-from s3d_fast.growth.grower import Grower
-from s3d_fast.growth.training import EpochTrainer
-from s3d_fast.kernels.options import TritonOptions, triton_options
-from s3d_fast.maths.activations import Activation, Gaussian, activation, activation_names
-from s3d_fast.maths.incoming import Incoming, incoming_edges
-from s3d_fast.maths.schemes import Split, optimal_split, split_gain
-from s3d_fast.network.costs import Cost, count, marginal
-from s3d_fast.network.graph import Graph, Unit
-from s3d_fast.network.registered import register_layer
-from s3d_fast.network.rules import Rule, register_operation
-from s3d_fast.network.sharding import unsharded
-from s3d_fast.network.tracing import trace
-from s3d_fast.network.wrapping import rewrap
-from s3d_fast.operators import (
-    ConvOperator,
-    DenseOperator,
-    EdgeConvOperator,
-    PointwiseOperator,
-    SplittingOperator,
-    SumOperator,
-)
-from s3d_fast.records.record import Phase
-from s3d_fast.solvers import Spectrum, extremal_eigenpairs
-from s3d_fast.splitting.optimizers import register_optimizer
-from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
-from s3d_fast.splitting.selection import select
-from s3d_fast.splitting.surgery import apply_splits
+
+if TYPE_CHECKING:
+    from s3d_fast.api import *  # noqa: F403 - for type checkers; `api` says which names
 
 __version__ = VERSION
-# The module lives in `growth`; `from s3d_fast.schedules import cosine` finds it as well.
-sys.modules[f"{__name__}.schedules"] = schedules
 
-__all__ = [
-    "Activation",
-    "CapturePlan",
-    "Captured",
-    "ConvOperator",
-    "Cost",
-    "DenseOperator",
-    "EdgeConvOperator",
-    "EpochTrainer",
-    "Gaussian",
-    "Graph",
-    "Grower",
-    "GrowthStep",
-    "Incoming",
-    "NeuronSplit",
-    "Phase",
-    "PointwiseOperator",
-    "Rule",
-    "Spectrum",
-    "Split",
-    "SplitPlan",
-    "SplittingOperator",
-    "SumOperator",
-    "TritonOptions",
-    "Unit",
-    "activation",
-    "activation_names",
-    "add_splitting_matrices",
-    "apply_splits",
-    "capture",
-    "capture_layers",
-    "conv_matvec",
-    "count",
-    "curvature_coefficients",
-    "edgeconv_matvec",
-    "extremal_eigenpairs",
-    "grow_step",
-    "growable",
-    "incoming_edges",
-    "layer_arguments",
-    "load_grown",
-    "marginal",
-    "optimal_split",
-    "plan_capture",
-    "register_layer",
-    "register_operation",
-    "register_optimizer",
-    "resize_like",
-    "rewrap",
-    "save_grown",
-    "schedules",
-    "select",
-    "split_gain",
-    "splitting_matrices",
-    "splitting_matvec",
-    "splitting_matvec_grouped",
-    "trace",
-    "triton_options",
-    "unsharded",
-]
+
+class _Package(ModuleType):
+    """This package: its public names are those of `api`, which is imported when one of them is asked for.
+
+    `s3d-fast --help` needs none of them, and importing torch takes seconds.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module 's3d_fast' has no attribute {name!r}")
+        api = importlib.import_module("s3d_fast.api")
+        # Rooms that import others by this package ask for names while `api` is still being imported.
+        public = vars(api).get("__all__", ())
+        if name != "__all__" and name not in public:
+            raise AttributeError(f"module 's3d_fast' has no attribute {name!r}")
+        return public if name == "__all__" else vars(api)[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import of the room `capture` would hide the function of this name.
+        if not (name == "capture" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__all__})
+
+
+class _Schedules(ModuleType):
+    """The module of schedules, which lives in `growth`: `from s3d_fast.schedules import cosine` finds it as well."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("s3d_fast.growth.schedules"), name)
+
+
+sys.modules[__name__].__class__ = _Package
+sys.modules[f"{__name__}.schedules"] = _Schedules(f"{__name__}.schedules")

@@ -2,6 +2,6 @@
 
 import sys
 
-from s3d_fast.cli import main
+from s3d_fast.commands.main import main
 
 sys.exit(main())

@@ -73,7 +73,9 @@ def _splitting_matvec_grouped(arguments: Arguments, G: Sequence[Tensor], wanted:
         found["V"] = torch.ops.s3d_fast.splitting_matvec_grouped(X, C, list(G), bias)
     rest = wanted - {"V"}
     layers = [_splitting_gradients(*layer, wanted=rest) for layer in zip(X, C, V, bias, G, strict=True)]
-    return found | {name: [layer[name] for layer in layers] for name in rest}  # type: ignore[misc]
+    for name in rest:
+        found[name] = [layer[name] for layer in layers]  # type: ignore[misc]
+    return found
 
 
 def _same_product(name: str, vectors: str) -> Rule:
@@ -191,7 +193,7 @@ class _Product(torch.autograd.Function):
         gradients: list[Any] = []
         for name, length in zip(ctx.parameters, ctx.lengths, strict=False):
             own = found.get(name)
-            gradients += [own] if length < 0 else list(own) if own is not None else [None] * length  # type: ignore[list-item]
+            gradients += [own] if length < 0 else list(own) if own is not None else [None] * length
         return (None,) * 5 + tuple(gradients)
 
 

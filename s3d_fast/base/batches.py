@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ def are_the_same(batches: object) -> bool:
 class OnDevice:
     """Batches that every pass moves to a device again, so that only one of them is there at a time."""
 
-    batches: Collection[Any]
+    batches: Any  # has a length, and may be iterated over again
     device: torch.device
     channels_last: bool = False
 

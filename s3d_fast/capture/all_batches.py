@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from s3d_fast.base import byte_counts, require
 from s3d_fast.base.batches import length_of

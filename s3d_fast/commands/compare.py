@@ -7,15 +7,13 @@ from pathlib import Path
 
 from s3d_fast import report
 from s3d_fast.base.tables import text_table
+from s3d_fast.commands.parsing import Parser
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command."""
-    command = commands.add_parser(
-        "compare",
-        help="overlay runs in one report",
-        description="Print a table of runs and overlay them in one report. Runs that differ only in the seed are "
-        "grouped.",
+def add(command: Parser) -> None:
+    """Add the options and the description."""
+    command.description = (
+        "Print a table of runs and overlay them in one report. Runs that differ only in the seed are grouped."
     )
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
     command.add_argument("--out", type=Path, default=Path("runs/compare"), help="default: %(default)s")

@@ -16,33 +16,49 @@ from s3d_fast import recipes, report
 from s3d_fast.base.tables import text_table
 from s3d_fast.base.world import World, joined
 from s3d_fast.commands.datasets import add_data_options, load_dataset
+from s3d_fast.commands.parsing import Parser, read_options
 from s3d_fast.integrations.loggers import TensorBoardLogger
 from s3d_fast.recipes.running import METHODS, Job, run
+from s3d_fast.records.json_records import mapping
 from s3d_fast.records.record import Phase
+from s3d_fast.records.run_folder import RunFolder
 
 LIKE = "uniform: match the number of parameters of this run in every phase; by default the filters that growth gives"
 # While a run is under way, its report is written at most this often.
 REPORT_SECONDS = 60.0
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command."""
+def add(command: Parser) -> None:
+    """Add the options and the description."""
     methods = "; ".join(f"{name}: {what}" for name, what in METHODS.items())
-    command = commands.add_parser(
-        "grow",
-        help="grow a network by a recipe",
-        description="Grow a network by a recipe; writes checkpoints, history.jsonl and report.html.",
-        epilog=f"Methods: {methods}.",
+    command.description = "Grow a network by a recipe; writes checkpoints, history.jsonl and report.html."
+    command.epilog = f"Methods: {methods}."
+    command.add_argument(
+        "recipe",
+        nargs="?",
+        choices=tuple(recipes.RECIPES),
+        metavar="RECIPE",
+        help="default: digits; see s3d-fast recipes",
     )
-    command.add_argument("recipe", nargs="?", default="digits", choices=tuple(recipes.RECIPES), metavar="RECIPE")
+    command.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="options by name, as JSON or TOML, or an earlier run; those of the command line have priority",
+    )
     add_data_options(command)
     command.add_argument("--method", choices=tuple(METHODS), default="s3d", help="default: %(default)s")
     command.add_argument(
-        "--preset", choices=recipes.PRESETS, default="paper", help="the paper's numbers, or numbers for two CPU cores"
+        "--preset",
+        choices=recipes.PRESETS,
+        help="the paper's numbers (digits: full), or numbers for two CPU cores; by default those that fit this machine",
     )
     command.add_argument("--out", type=Path, help="folder of the run; default: runs/RECIPE-METHOD-SEED")
     command.add_argument("--resume", action="store_true", help="resume the run in the folder, if there is one")
-    command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    command.add_argument("--seed", type=int, help="default: 0")
+    command.add_argument(
+        "--seeds", type=_seeds, metavar="N,N,...", help="a run for each seed, in folders that end with the seed"
+    )
     command.add_argument("--start", type=Path, metavar="FILE", help="start from a saved network; do not train the seed")
     command.add_argument(
         "--like",
@@ -71,20 +87,100 @@ def add(commands: argparse._SubParsersAction) -> None:
     settings = command.add_argument_group("settings of the recipe, instead of the preset's")
     for name, (kind, help) in recipes.Recipe.settings().items():
         settings.add_argument(f"--{name.replace('_', '-')}", type=_parser(kind), help=help, metavar=_metavar(kind))
-    command.set_defaults(run=_run)
+    command.set_defaults(run=lambda options: _run(configured(command, options)))
+
+
+def configured(command: Parser, options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with those of --config where the command line does not give them."""
+    if options.config is not None:
+        path = options.config / "run.json" if options.config.is_dir() else options.config
+        values = read_options(path)
+        named = values.pop("recipe", None)
+        if named is not None and named not in tuple(recipes.RECIPES):
+            raise ValueError(f"{path}: recipe must be one of {', '.join(recipes.RECIPES)}; got {named!r}")
+        if options.recipe not in (None, named or options.recipe):
+            raise ValueError(f"{path} is for the recipe {named}, not {options.recipe}; leave one of them out")
+        if "environment" in values:
+            values = _of_run(path, named, values, options)
+        values |= mapping(f"{path}: settings", values.pop("settings", {}))
+        given = command.parse_values(str(path), values)
+        # One replaces the other.
+        if options.seed is not None or options.seeds is not None:
+            given = {name: value for name, value in given.items() if name not in ("seed", "seeds")}
+        command.set_defaults(**given)
+        options = command.parse_args(options.arguments)
+        options.recipe = options.recipe or named
+    if options.seed is not None and options.seeds is not None:
+        raise ValueError("--seed and --seeds: give one of them")
+    options.recipe = options.recipe or "digits"
+    return options
+
+
+def _of_run(path: Path, name: str | None, about: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Return what an earlier run had been given, by its run.json: settings only where they differ from the preset's."""
+    if name is None or not isinstance(about.get("preset"), str):
+        raise ValueError(f"{path} must say its recipe and preset to be repeated")
+    preset = recipes.preset_today(name, about["preset"])
+    if options.preset not in (None, preset):
+        raise ValueError(f"{path} is for the preset {preset}; leave out --preset {options.preset}")
+    try:
+        usual = recipes.recipe(name, preset).as_settings()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    settings = mapping(f"{path}: settings", about.get("settings"))
+    # These methods have one value for both.
+    fixed = ("m", "c") if about.get("method") in ("s2d", "net2net") else ()
+    changed = {
+        setting: value
+        for setting, value in settings.items()
+        if setting not in fixed and value != _plain(usual.get(setting))
+    }
+    kept = ("method", "seed", "scratch", "like", "start", "precision")
+    return {one: about[one] for one in kept if one in about} | {"preset": preset, "settings": changed}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipe = _recipe(options)
+    out = options.out or Path("runs") / f"{options.recipe}-{options.method}"
+    seeds = options.seeds or (options.seed or 0,)
+    folders = {seed: Path(f"{out}-{seed}") for seed in seeds}
+    if options.seeds is None and options.out is not None:
+        folders = {seeds[0]: options.out}
+    options.preset = options.preset or _fitting_preset(options, folders[seeds[0]])
+    recipe = made_recipe(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    out = options.out or Path("runs") / f"{recipe.name}-{options.method}-{options.seed}"
     with joined(Job.device_of(options.device)) as world:
-        _grow(options, recipe, out, world)
+        for seed, folder in folders.items():
+            _grow(options, recipe, seed, folder, world)
+        if len(folders) > 1 and world.is_first:
+            print(text_table(report.comparison_table([report.read_run(folder) for folder in folders.values()])))
     return 0
 
 
-def _grow(options: argparse.Namespace, recipe: recipes.Recipe, out: Path, world: World) -> None:
+def _fitting_preset(options: argparse.Namespace, folder: Path) -> str:
+    """Return the preset of the run that is resumed, or the one that fits this machine."""
+    if options.resume and (folder / "run.json").is_file():
+        about = RunFolder(folder).read_about()
+        if about["recipe"] == options.recipe:
+            return recipes.preset_today(about["recipe"], about["preset"])
+    whole = recipes.preset_for(options.recipe, has_gpu=True)
+    if Job.device_of(options.device).type != "cpu":
+        return whole
+    if not options.quiet:
+        small, large = (recipes.recipe(options.recipe, preset) for preset in ("cpu", whole))
+        print(
+            f"No GPU: growing with the preset cpu, {small.steps + 1} phases of {small.epochs} epochs. --preset {whole} "
+            f"has {large.steps + 1} of {large.epochs}.",
+            file=sys.stderr,
+        )
+    return "cpu"
+
+
+def _grow(options: argparse.Namespace, recipe: recipes.Recipe, seed: int, out: Path, world: World) -> None:
     observers: list[Callable[[Phase], object]] = []
     if not options.no_report:
         observers.append(_Reporter(out))
@@ -99,7 +195,7 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, out: Path, world:
         load_dataset(recipe, options),
         preset=options.preset,
         method=options.method,
-        seed=options.seed,
+        seed=seed,
         out=out,
         start=options.start,
         like=options.like,
@@ -119,6 +215,16 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, out: Path, world:
     print(text_table(_table(history)))
     if not options.no_report:
         print(f"Written: {report.write_report(out)}")
+
+
+def made_recipe(options: argparse.Namespace) -> recipes.Recipe:
+    """Return the recipe with the settings that were given; an error names the file that may have given them."""
+    try:
+        return _recipe(options)
+    except ValueError as error:
+        if options.config is None:
+            raise
+        raise ValueError(f"{error}; see --config {options.config}") from error
 
 
 def _recipe(options: argparse.Namespace) -> recipes.Recipe:
@@ -191,6 +297,13 @@ def _parser(kind: str) -> Callable[[str], Any]:
 
         return values
     return element
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    seeds = tuple(int(part) for part in text.split(","))
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"seeds must differ, got {text}")
+    return seeds
 
 
 def _metavar(kind: str) -> str:

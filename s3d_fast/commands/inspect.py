@@ -16,12 +16,12 @@ from s3d_fast.base.tables import text_table
 from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.curvature import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
-from s3d_fast.growth.checkpoint import load_grown
+from s3d_fast.commands.parsing import Parser
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.running import Job, first, make_loss, make_network
-from s3d_fast.recipes.saved import is_own, recipe_of, saved_network
+from s3d_fast.recipes.saved import is_own, load_network, recipe_of, saved_network
 from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.records.run import read_run
 from s3d_fast.records.run_folder import RunFolder, read_spectra
@@ -30,12 +30,10 @@ from s3d_fast.solvers import extremal_eigenpairs
 Ends = dict[str, tuple[np.ndarray, np.ndarray]]  # lambda_min and lambda_max of every unit
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command."""
-    command = commands.add_parser(
-        "inspect",
-        help="show which layers of a saved network can be split, and their spectra",
-        description="Print which layers can be split, why others cannot, and the extreme eigenvalues of every layer.",
+def add(command: Parser) -> None:
+    """Add the options and the description."""
+    command.description = (
+        "Print which layers can be split, why others cannot, and the extreme eigenvalues of every layer."
     )
     command.add_argument(
         "folder",
@@ -50,7 +48,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--dry-run", action="store_true", help="print what a capture will keep, where, and how long it will take"
     )
     dry.add_argument(
-        "--preset", choices=recipes.PRESETS, default="paper", help="preset of the recipe; default: %(default)s"
+        "--preset", choices=recipes.PRESETS, help="preset of the recipe; by default the one that fits this machine"
     )
     dry.add_argument("--memory-budget", metavar="BYTES", help="such as 4GiB; the recipe's by default")
     dry.add_argument("--processes", type=int, default=1, help="processes that will share the run; default: %(default)s")
@@ -71,8 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.phase is None and options.data is None and recipe.dataset != "digits" and solved:
         # The last phase does not split, so without data the phase before it is the last one with spectra.
         path = solved[-1].with_name(solved[-1].name.replace("spectra", "network"))
-    model = make_network(recipe, about["classes"])
-    load_grown(model, path)
+    model = load_network(about, path)
     graph = trace(model, torch.zeros(2, *about["input_shape"]))
     print(f"{path}: {sum(p.numel() for p in model.parameters())} parameters\n")
     print(graph.explain())
@@ -128,15 +125,15 @@ def _dry_run(options: argparse.Namespace) -> int:
     if name in recipes.RECIPES:
         if options.phase is not None:
             raise ValueError("--phase goes with a run, not with a recipe")
-        recipe = recipes.recipe(name, options.preset)
+        gpu = Job.device_of(options.device).type != "cpu"
+        recipe = recipes.recipe(name, options.preset or recipes.preset_for(name, gpu))
         dataset = load_dataset(recipe, options)
         model = make_network(recipe, dataset.classes)
     else:
         about, path = saved_network(options.folder, options.phase)
         recipe = recipe_of(about)
         dataset = load_dataset(recipe, options)
-        model = make_network(recipe, about["classes"])
-        load_grown(model, path)
+        model = load_network(about, path)
     seed_all(0)
     if options.memory_budget is not None:
         recipe = recipe.with_settings({"memory_budget": options.memory_budget})

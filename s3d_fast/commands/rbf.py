@@ -10,19 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from s3d_fast import report
 from s3d_fast.base.tables import text_table
+from s3d_fast.commands.parsing import Parser
 from s3d_fast.experiments import rbf_growth as rbf
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command."""
-    command = commands.add_parser(
-        "rbf",
-        help="the paper's toy experiment: RBF networks grown by S2D and S3D",
-        description="Grow one-dimensional RBF networks from one neuron with S2D and S3D; print a table, draw a figure.",
+def add(command: Parser) -> None:
+    """Add the options and the description."""
+    command.description = (
+        "Grow one-dimensional RBF networks from one neuron with S2D and S3D; print a table, draw a figure."
     )
     command.add_argument("--preset", choices=tuple(rbf.PRESETS), default="quick", help="default: %(default)s")
     command.add_argument("--seeds", type=int, help="networks per method, trained as one batch")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 
 from s3d_fast.base.tables import text_table
-from s3d_fast.recipes import PRESETS, RECIPES
+from s3d_fast.commands.parsing import Parser
+from s3d_fast.recipes import RECIPES, Recipe, recipe
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command."""
-    command = commands.add_parser(
-        "recipes", help="list the recipes", description="List the recipes and their settings."
-    )
+def add(command: Parser) -> None:
+    """Add the options and the description."""
+    command.description = "List the recipes and their settings."
     command.add_argument("recipe", nargs="?", choices=tuple(RECIPES), metavar="RECIPE", help="show all its settings")
     command.set_defaults(run=run)
 
@@ -20,14 +19,12 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the recipes, or the settings of one."""
     if options.recipe is None:
-        print(
-            text_table([["recipe", "what"], *([name, presets["paper"].summary] for name, presets in RECIPES.items())])
-        )
+        print(text_table([["recipe", "what"], *([name, recipe(name).summary] for name in RECIPES)]))
         return 0
-    presets = [RECIPES[options.recipe][preset] for preset in PRESETS]
-    settings = [recipe.as_settings() for recipe in presets]
-    rows = [["setting", *PRESETS, "what"]]
-    for name, (_, help) in presets[0].settings().items():
+    presets = RECIPES[options.recipe]
+    settings = [preset.as_settings() for preset in presets.values()]
+    rows = [["setting", *presets, "what"]]
+    for name, (_, help) in Recipe.settings().items():
         rows.append([name, *(_short(values[name]) for values in settings), help])
     print(text_table(rows))
     return 0

@@ -6,15 +6,12 @@ import argparse
 from pathlib import Path
 
 from s3d_fast import report
+from s3d_fast.commands.parsing import Parser
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command."""
-    command = commands.add_parser(
-        "report",
-        help="draw the report of a run",
-        description="Write report.html and figures/*.svg into the folder of a run, finished or not.",
-    )
+def add(command: Parser) -> None:
+    """Add the options and the description."""
+    command.description = "Write report.html and figures/*.svg into the folder of a run, finished or not."
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, of recipes or of a Grower")
     command.set_defaults(run=run)
 

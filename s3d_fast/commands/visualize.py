@@ -9,19 +9,16 @@ import torch
 
 from s3d_fast import visualize
 from s3d_fast.base.tables import text_table
+from s3d_fast.commands.parsing import Parser
 from s3d_fast.data.cifar import NORMALISE as CIFAR_NORMALISE
 from s3d_fast.data.images import IMAGENET_NORMALISE
-from s3d_fast.growth.checkpoint import load_grown
-from s3d_fast.recipes.running import make_network
-from s3d_fast.recipes.saved import recipe_of, saved_network
+from s3d_fast.recipes.saved import load_network, recipe_of, saved_network
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command."""
-    command = commands.add_parser(
-        "visualize",
-        help="draw filters before and after splitting, by guided backpropagation",
-        description="Find the filters of a layer with extreme eigenvalues and draw them before and after splitting.",
+def add(command: Parser) -> None:
+    """Add the options and the description."""
+    command.description = (
+        "Find the filters of a layer with extreme eigenvalues and draw them before and after splitting."
     )
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="RUN", dest="folder", help="folder of a run, for its network")
@@ -47,8 +44,7 @@ def run(options: argparse.Namespace) -> int:
         normalise = CIFAR_NORMALISE if recipe.dataset == "cifar100" else IMAGENET_NORMALISE
         if len(about["input_shape"]) != 3 or about["input_shape"][0] != 3:
             raise ValueError(f"--run: the network must take images of three channels, got {about['input_shape']}")
-        model = make_network(recipe, about["classes"])
-        load_grown(model, path)
+        model = load_network(about, path)
     image = visualize.load_image(options.image, size, normalise)
     if options.label is None:
         with torch.no_grad():

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import pickle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from s3d_fast.data.augment import pad_crop_flip
-from s3d_fast.data.files import as_labels, existing, found, read_npz
+from s3d_fast.data.files import Wanted, as_labels, existing, found, read_npz, readable_whole, require_size, some
 from s3d_fast.data.images import normalise
+from s3d_fast.data.pickles import PickledArray, read_pickle
 from s3d_fast.data.sources import ArraySource, Dataset
 
 CLASSES = 100
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
+# All images of the set, so that no file can claim more; a pickle has a name and three operations for each of them.
+IMAGES = 60_000
+PICKLE_BYTES = IMAGES * (PIXELS + 256)
+PICKLE_OPERATIONS = IMAGES * 16
 NORMALISE = normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 
 Split = tuple[Tensor, Tensor]
@@ -57,14 +60,17 @@ def _read(path: Path) -> tuple[Split, Split]:
 
 
 def _read_npz(path: Path) -> tuple[Split, Split]:
+    most = {"x": IMAGES * PIXELS, "y": IMAGES * 8}
     names = ("x_train", "y_train", "x_test", "y_test")
-    x_train, y_train, x_test, y_test = read_npz(path, [(name,) for name in names])
+    x_train, y_train, x_test, y_test = read_npz(path, [Wanted((name,), most[name[0]]) for name in names])
     return _split(f"{path}, train", x_train, y_train), _split(f"{path}, test", x_test, y_test)
 
 
 def _read_binary(path: Path) -> Split:
     # A record: coarse label, fine label, pixels.
-    data, record = np.fromfile(path, dtype=np.uint8), 2 + PIXELS
+    record = 2 + PIXELS
+    require_size(path, IMAGES * record)
+    data = np.fromfile(path, dtype=np.uint8)
     if data.size % record:
         raise ValueError(f"{path} must consist of records of {record} bytes, got {data.size} bytes; is it truncated?")
     records = data.reshape(-1, record)
@@ -72,25 +78,23 @@ def _read_binary(path: Path) -> Split:
 
 
 def _read_pickle(path: Path) -> Split:
-    with path.open("rb") as stream:
-        try:
-            batch = _BatchUnpickler(stream, encoding="bytes").load()
-        except _Refused as error:
-            raise ValueError(f"{path}: {error}") from error
-        # A damaged pickle can raise any exception.
-        except Exception as error:
-            raise ValueError(f"{path} is not a whole CIFAR-100 batch: {type(error).__name__}: {error}") from error
+    require_size(path, PICKLE_BYTES)
+    with readable_whole(path, "CIFAR-100 batch"):
+        batch = read_pickle(path, PICKLE_OPERATIONS)
     if not isinstance(batch, dict):
         raise ValueError(f"{path} must hold a dictionary, got {type(batch).__name__}")
-    values = {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in batch.items()}
+    values = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
     if not {"data", "fine_labels"} <= values.keys():
-        raise ValueError(f"{path} must hold data and fine_labels, got {', '.join(values)}")
-    data = values["data"]
-    pixels = data.array() if isinstance(data, _PickledArray) else None
-    if pixels is None or pixels.shape != (len(pixels), PIXELS):
+        raise ValueError(f"{path} must hold data and fine_labels, got {some(values)}")
+    data, labels = values["data"], values["fine_labels"]
+    pixels = data.array() if isinstance(data, PickledArray) else None
+    if pixels is None or pixels.ndim != 2 or pixels.shape[1] != PIXELS:
         got = "something else" if pixels is None else pixels.shape
         raise ValueError(f"{path}: data must be an array of bytes of shape (N, {PIXELS}), got {got}")
-    return _split(path, pixels.reshape(-1, *SHAPE), values["fine_labels"])
+    # numpy would expand lists that hold each other.
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+        raise ValueError(f"{path}: labels must be integers of shape (N,)")
+    return _split(path, pixels.reshape(-1, *SHAPE), labels)
 
 
 def _split(where: object, images: np.ndarray, labels: Any) -> Split:
@@ -101,62 +105,3 @@ def _split(where: object, images: np.ndarray, labels: Any) -> Split:
         images = images.transpose(0, 3, 1, 2)
     # Copy: the array may be read-only, or a view of a larger one.
     return torch.from_numpy(images.copy()), as_labels(where, labels, len(images), CLASSES)
-
-
-class _Refused(ValueError):
-    """A pickle asks for a name that a CIFAR batch does not need."""
-
-
-class _PickledArray:
-    """A stand-in for numpy's array while a pickle is read: it stores the pickled state and executes nothing."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.state: Any = None
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-    def array(self) -> np.ndarray | None:
-        """Return the array if it holds bytes, as many as its shape says; else None."""
-        match self.state:
-            case (_, tuple() as shape, _PickledType(code=b"u1" | "u1"), fortran, bytes() as data):
-                whole = all(isinstance(n, int) and n >= 0 for n in shape) and math.prod(shape) == len(data)
-                order: Literal["F", "C"] = "F" if fortran else "C"
-                return np.frombuffer(data, dtype=np.uint8).reshape(shape, order=order) if whole else None
-        return None
-
-
-class _PickledType:
-    """A stand-in for numpy's dtype."""
-
-    def __init__(self, code: object = None, *arguments: object) -> None:
-        self.code = code
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-class _BatchUnpickler(pickle.Unpickler):
-    """Reads CIFAR's pickles without executing any code in them.
-
-    A pickle is a program: it can import and call any function, and anybody may have made a downloaded file.
-    Dictionaries, lists, numbers and bytes need no imports. An array of bytes asks for three numpy names and gets
-    stand-in classes, which only store their arguments. Every other name is refused before it is imported.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name in the pickle.
-
-        Raises:
-            ValueError: an array of bytes does not need this name.
-        """
-        # numpy < 2 has the module numpy._core under the name numpy.core.
-        if (module, name) in (("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")):
-            return _PickledArray
-        if (module, name) == ("numpy", "dtype"):
-            return _PickledType
-        if (module, name) == ("numpy", "ndarray"):
-            return "ndarray"
-        raise _Refused(
-            f"the pickle asks for {module}.{name}, which a CIFAR-100 batch does not need: it is not executed"
-        )

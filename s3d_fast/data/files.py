@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
+import stat
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -35,41 +40,110 @@ def some(names: Iterable[object], limit: int = 5) -> str:
     return ", ".join(texts[:limit]) + more
 
 
+class Refused(ValueError):
+    """A file may be whole, but asks for something that no data set needs."""
+
+
 @contextmanager
 def readable_whole(path: Path, kind: str) -> Iterator[None]:
     """Turn any error that a library raises on a damaged file into a ValueError that names the file."""
     try:
         yield
+    except Refused as error:
+        raise ValueError(f"{path}: {error}") from error
     except Exception as error:
         raise ValueError(f"{path} is not a whole {kind}: {type(error).__name__}: {error}") from error
 
 
-def read_npz(path: Path, wanted: Sequence[Sequence[str]]) -> list[np.ndarray]:
-    """Return the wanted arrays of an npz file.
-
-    Args:
-        path: the file.
-        wanted: for each array, the names it may have.
+def require_size(path: Path, most: int) -> int:
+    """Return the bytes of a file, before anything of it is read.
 
     Raises:
-        ValueError: the file is damaged, or lacks an array.
+        ValueError: it is not a regular file, or has more than `most` bytes.
     """
-    # Opened here because numpy leaves a damaged file open.
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} must be a regular file")
+    if status.st_size > most:
+        raise ValueError(f"{path} must have at most {most} bytes, got {status.st_size}; is it another data set?")
+    return status.st_size
+
+
+class Wanted(NamedTuple):
+    """An array of an npz file: the names it may have, and the bytes that it has at most."""
+
+    names: Sequence[str]
+    most: int
+
+
+def read_npz(path: Path, wanted: Sequence[Wanted]) -> list[np.ndarray]:
+    """Return the wanted arrays of an npz file.
+
+    Sizes are checked before anything is decompressed: a small file can pretend to hold any number of bytes.
+
+    Raises:
+        ValueError: the file is damaged, lacks an array, or has one that is too large or does not hold numbers.
+    """
+    require_size(path, sum(one.most + _HEADER for one in wanted) + _DIRECTORY)
     with path.open("rb") as stream:
-        with readable_whole(path, "npz file"):
-            # allow_pickle=False: an array of objects would be a pickle, which can execute anything.
-            archive = np.load(stream, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
+        if stream.read(6) == b"\x93NUMPY":
             raise ValueError(f"{path} must be an npz file, got a single array")
-        return [_read_array(path, archive, names) for names in wanted]
+        with readable_whole(path, "npz file"):
+            archive = zipfile.ZipFile(stream)
+        entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+        return [_read_array(path, archive, entries, one) for one in wanted]
 
 
-def _read_array(path: Path, archive: np.lib.npyio.NpzFile, names: Sequence[str]) -> np.ndarray:
-    name = next((name for name in names if name in archive.files), None)
+# Bytes of the header of an array, of the zip's list of its arrays, and of a step of reading.
+_HEADER, _DIRECTORY, _STEP = 1 << 14, 1 << 20, 1 << 20
+
+
+def _read_array(
+    path: Path, archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo], wanted: Wanted
+) -> np.ndarray:
+    name = next((name for name in wanted.names if name in entries), None)
     if name is None:
-        raise ValueError(f"{path} must hold an array {' or '.join(names)}, got {some(archive.files)}")
+        raise ValueError(f"{path} must hold an array {' or '.join(wanted.names)}, got {some(entries)}")
+    entry = entries[name]
+    if entry.file_size > wanted.most + _HEADER:
+        raise ValueError(
+            f"{path} must have at most {wanted.most} bytes in its array {name}, got {entry.file_size}; is it another "
+            "data set?"
+        )
     with readable_whole(path, f"npz file, in its array {name}"):
-        return archive[name]
+        # Other methods than numpy's need memory that the file chooses.
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"it is compressed by method {entry.compress_type}; numpy uses 0 and 8")
+        with archive.open(entry) as member:
+            version = np.lib.format.read_magic(member)
+            if version == (1, 0):
+                shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
+            elif version == (2, 0):
+                shape, fortran, dtype = np.lib.format.read_array_header_2_0(member)
+            else:
+                raise ValueError(f"it has version {version} of the format; arrays of numbers have 1.0 or 2.0")
+            if dtype.hasobject:
+                raise ValueError("Object arrays are pickles, which can execute anything; they are not read")
+            if dtype.kind not in "biuf":
+                raise ValueError(f"it must hold numbers, got {dtype}")
+            if min(shape, default=0) < 0 or member.tell() + math.prod(shape) * dtype.itemsize != entry.file_size:
+                raise ValueError(f"its shape {shape} of {dtype} does not go with its {entry.file_size} bytes")
+            content = _read_exactly(member, entry.file_size - member.tell())
+    return np.frombuffer(content, dtype=dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def _read_exactly(member: IO[bytes], size: int) -> bytearray:
+    content = bytearray(size)
+    start = 0
+    while start < size:
+        part = member.read(min(_STEP, size - start))
+        if not part:
+            raise ValueError(f"it ends after {start} of {size} bytes")
+        content[start : start + len(part)] = part
+        start += len(part)
+    # The end is where the checksum is compared.
+    member.read(1)
+    return content
 
 
 def as_labels(where: object, labels: np.ndarray | Sequence[int], count: int, classes: int) -> Tensor:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from s3d_fast.data.augment import pad_crop_flip
-from s3d_fast.data.files import as_labels, existing, found, readable_whole
+from s3d_fast.data.files import as_labels, existing, found, readable_whole, require_size
 from s3d_fast.data.images import normalise
 from s3d_fast.data.sources import ArraySource, Dataset
 
 CLASSES = 10
 SHAPE = (1, 28, 28)
+IMAGES = 70_000
+# No file of the set has more bytes.
+MOST = IMAGES * 28 * 28 + 64
 NORMALISE = normalise((0.2860,), (0.3530,))
 
 
@@ -47,10 +50,15 @@ def read_idx(path: Path) -> np.ndarray:
     Raises:
         ValueError: the file is damaged or not an idx file of bytes.
     """
-    data = path.read_bytes()
+    require_size(path, MOST)
     if path.suffix == ".gz":
-        with readable_whole(path, "gzip file"):
-            data = gzip.decompress(data)
+        with readable_whole(path, "gzip file"), gzip.open(path) as stream:
+            # Not to its end: a small file can be decompressed to any number of bytes.
+            data = stream.read(MOST + 1)
+        if len(data) > MOST:
+            raise ValueError(f"{path} must hold at most {MOST} bytes, got more; is it another data set?")
+    else:
+        data = path.read_bytes()
     if len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
         raise ValueError(f"{path} must begin like an idx file of bytes (0, 0, 8, dimensions), got {list(data[:4])}")
     shape = tuple(np.frombuffer(data, dtype=">u4", count=data[3], offset=4).tolist())
@@ -61,11 +69,13 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def _read_split(folder: Path, name: str) -> tuple[Tensor, Tensor]:
-    where = _file(folder, f"{name}-images-idx3-ubyte")
-    images, labels = read_idx(where), read_idx(_file(folder, f"{name}-labels-idx1-ubyte"))
+    where, beside = (_file(folder, f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    images, labels = read_idx(where), read_idx(beside)
     if images.shape[1:] != SHAPE[1:]:
         raise ValueError(f"{where}: images must have shape (N, 28, 28), got {images.shape}")
-    return torch.from_numpy(images.copy()).unsqueeze(1), as_labels(where, labels, len(images), CLASSES)
+    return torch.from_numpy(images.copy()).unsqueeze(1), as_labels(
+        f"{where} and {beside.name}", labels, len(images), CLASSES
+    )
 
 
 def _file(folder: Path, name: str) -> Path:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from s3d_fast.data.files import existing, found, some
+from s3d_fast.data.images import read_bytes
 from s3d_fast.data.sources import Dataset, Entry, JpegSource
+from s3d_fast.data.tars import Member, regular_files
 
 SUFFIXES = (".jpeg", ".jpg")
 
@@ -78,37 +79,28 @@ def _read_split(folder: Path) -> list[LabelledJpeg]:
 
 
 def _read_tar(path: Path) -> list[LabelledJpeg]:
-    try:
-        # "r:" refuses compressed tars: their members cannot be read in place.
-        with tarfile.open(path, "r:") as tar:
-            members = [member for member in tar if member.isreg()]
-            numbers = dict(_read_numbers(path, tar, members))
-    except tarfile.TarError as error:
-        raise ValueError(f"{path} is not a whole, uncompressed tar file: {error}") from error
-    end = path.stat().st_size
+    members = regular_files(path)
+    numbers = dict(_read_numbers(path, members))
     images = []
     for member in members:
         if not _is_jpeg(PurePosixPath(member.name).name):
             continue
-        if member.offset_data + member.size > end:
-            raise ValueError(f"{path} ends inside {member.name}; is it truncated?")
         label: str | int | None = PurePosixPath(member.name).parent.name or path.stem
         if numbers:
             label = numbers.get(_key(member.name))
         if label is None:
             raise ValueError(f"{path}: {member.name} has no {_key(member.name)}.cls beside it")
-        images.append(LabelledJpeg(str(path), member.offset_data, member.size, label))
+        images.append(LabelledJpeg(str(path), member.offset, member.size, label))
     if not images:
         raise ValueError(f"{path} must hold JPEGs (.JPEG, .jpg, .jpeg), found {_named({m.name for m in members})}")
     return images
 
 
-def _read_numbers(path: Path, tar: tarfile.TarFile, members: list[tarfile.TarInfo]) -> Iterator[tuple[str, int]]:
+def _read_numbers(path: Path, members: list[Member]) -> Iterator[tuple[str, int]]:
     for member in members:
         if not member.name.endswith(".cls"):
             continue
-        stream = tar.extractfile(member)
-        text = b"" if stream is None else stream.read(32).strip()
+        text = read_bytes(str(path), member.offset, min(member.size, 32)).strip()
         if not text.isdigit():
             raise ValueError(f"{path}: {member.name} must hold a class number in ASCII, got {text!r}")
         yield _key(member.name), int(text)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -47,14 +50,43 @@ def normalise(mean: Sequence[float], std: Sequence[float]) -> Normalise:
 IMAGENET_NORMALISE = normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
+# Far above any photograph of ImageNet. At so many pixels Pillow warns, and goes on.
+MOST_BYTES, MOST_PIXELS = 1 << 26, 89_478_485
+# What files of photographs hold; a .JPEG of ImageNet is a PNG.
+PHOTOGRAPHS = ("JPEG", "PNG")
+
+
+def open_image(stream: IO[bytes], formats: Sequence[str]) -> Any:
+    """Return an image as Pillow opens it; the content decides on the format, and must be one of those given.
+
+    Without a list, Pillow tries every format it knows, and starts Ghostscript for some of them.
+
+    Raises:
+        ValueError: the image has more than `MOST_PIXELS` pixels.
+        Exception: whatever Pillow raises on other formats and on damaged files.
+    """
+    pillow = require.library("PIL.Image", "images need Pillow", "'s3d_fast[images]'")
+    with warnings.catch_warnings():
+        # Pillow warns of sizes above its own limit; ours is checked below.
+        warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
+        image = pillow.open(stream, formats=tuple(formats))
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels, more than {MOST_PIXELS}")
+    return image
+
+
 def read_bytes(file: str, offset: int, size: int) -> bytes:
     """Return `size` bytes of a file, starting at `offset`; the rest of the file if `size` is negative.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is too short.
+        ValueError: the file is too short, or the bytes are more than `MOST_BYTES`.
     """
     with open(file, "rb") as stream:
+        length = os.fstat(stream.fileno()).st_size - offset if size < 0 else size
+        if length > MOST_BYTES:
+            raise ValueError(f"it has {length} bytes, more than {MOST_BYTES}")
         stream.seek(offset)
         data = stream.read(size)
     if len(data) < size:
@@ -69,7 +101,7 @@ def decode(
 ) -> np.ndarray:  # (3, size, size), uint8
     """Return a square RGB crop of a JPEG, resized: the centre or, given a generator, a random crop, mirrored or not."""
     pillow = require.library("PIL.Image", "JPEG images need Pillow", "'s3d_fast[images]'")
-    image = pillow.open(io.BytesIO(data))
+    image = open_image(io.BytesIO(data), PHOTOGRAPHS)
     width, height = image.size
     mirrored = False
     if generator is None:

@@ -12,10 +12,14 @@ from torch import Tensor
 
 from s3d_fast.base import require
 from s3d_fast.data.augment import scale_and_jitter
-from s3d_fast.data.files import as_labels, existing, found, read_npz, readable_whole, some
+from s3d_fast.data.files import Wanted, as_labels, existing, found, read_npz, require_size, some
+from s3d_fast.data.hdf5 import read_h5
 from s3d_fast.data.sources import ArraySource, Dataset
 
 CLASSES = 40
+# All clouds of the set, with as many points as anybody has published for one.
+CLOUDS, POINTS = 12_311, 10_000
+MOST_CLOUDS = CLOUDS * POINTS * 3 * 4
 
 Split = tuple[Tensor, Tensor]
 
@@ -84,7 +88,9 @@ def _check_complete(folder: Path, split: str, paths: list[Path]) -> None:
     """Raise FileNotFoundError if a file is missing, by the data set's list of files or else by their numbers."""
     listed = folder / f"{split}_files.txt"
     if listed.is_file():
-        wanted = {Path(line.strip()).name for line in listed.read_text().splitlines() if line.strip()}
+        require_size(listed, 1 << 16)
+        lines = listed.read_text(errors="replace").splitlines()
+        wanted = {Path(line.strip()).name for line in lines if line.strip()}
     else:
         wanted = {f"ply_data_{split}{number}.h5" for number in range(len(paths))}
     missing = sorted(wanted - {path.name for path in paths})
@@ -98,20 +104,12 @@ def _read_npz(path: Path, split: str) -> Split:
     names = [[f"x_{split}"], [f"y_{split}"]]
     if path.stem.endswith(split):
         names = [[*names[0], "x", "points"], [*names[1], "y", "labels"]]
-    clouds, labels = read_npz(path, names)
+    clouds, labels = read_npz(path, [Wanted(names[0], MOST_CLOUDS), Wanted(names[1], CLOUDS * 8)])
     return _split(f"{path}, {split}", clouds, labels)
 
 
 def _read_h5(paths: list[Path]) -> Split:
-    h5py = require.library("h5py", "HDF5 files need h5py", "'s3d_fast[h5]'")
-    splits = []
-    for path in paths:
-        with readable_whole(path, "HDF5 file"), h5py.File(path, "r") as file:
-            arrays = {name: file[name][()] for name in file if name in ("data", "label")}
-            names = some(file) or "nothing"
-        if len(arrays) < 2:
-            raise ValueError(f"{path} must hold data and label, got {names}")
-        splits.append(_split(path, np.asarray(arrays["data"]), np.asarray(arrays["label"])))
+    splits = [_split(path, *read_h5(path, {"data": MOST_CLOUDS, "label": CLOUDS * 8})) for path in paths]
     sizes = sorted({clouds.shape[1] for clouds, _ in splits})
     if len(sizes) > 1:
         raise ValueError(f"{paths[0].parent}: clouds must have the same number of points in all files, got {sizes}")

@@ -148,8 +148,8 @@ def from_torch(train: Any, test: Any, *, classes: int, name: str = "data") -> Da
     """Return a data set for recipes from PyTorch's: `Job(recipe, from_torch(train, test, classes=10))`.
 
     Args:
-        train, test: map-style data sets of pairs (x, y), or DataLoaders of such, whose workers and `collate_fn` are then
-            used. Batches and their order are those of the recipe.
+        train, test: map-style data sets of pairs (x, y), or DataLoaders of such, whose workers and `collate_fn` are
+            then used. Batches and their order are those of the recipe.
         classes: the number of classes.
         name: what to call it.
 

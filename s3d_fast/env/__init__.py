@@ -1,4 +1,4 @@
-"""Which backends are available, and why the others are not: python -m s3d_fast.env."""
+"""Which backends are available, and why the others are not: s3d-fast env."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import torch
 
 from s3d_fast.backends import choice, extension
+from s3d_fast.base.tables import text_table
 from s3d_fast.base.version import VERSION
 
 
@@ -35,6 +36,11 @@ def report() -> dict[str, str]:
         lines["instruction sets"] = ", ".join(name + state for name, state in states.items())
     lines.update({f"backend {backend}": _backend(backend) for backend in choice.NAMES[1:]})
     return lines
+
+
+def table() -> str:
+    """Return the report as a table."""
+    return text_table([["what", "state"], *map(list, report().items())])
 
 
 def _backend(backend: str) -> str:

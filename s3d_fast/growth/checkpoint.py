@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from s3d_fast.base.files import write_whole
+from s3d_fast.base.tensor_files import is_pickled, read_pickled, read_safetensors, serialized
 from s3d_fast.network.sizes import fitting_sizes, size_attributes, wanted_shapes
 from s3d_fast.network.undo import AllOrNothing, set_size
 from s3d_fast.network.wrapping import unwrap
+from s3d_fast.records.json_records import mapping, parse
 
 FORMAT = "s3d_fast grown network 1"
 
@@ -47,8 +48,21 @@ def load_grown(model: nn.Module, source: str | os.PathLike[str] | Mapping[str, T
             set. The model is unchanged after this and any other error.
         OSError: the file cannot be read.
     """
-    tensors, record = ({}, {}) if isinstance(source, Mapping) else read_any(source)
-    restore(unwrap(model), source if isinstance(source, Mapping) else tensors, record)
+    if isinstance(source, Mapping):
+        restore(unwrap(model), source, {})
+        return
+    tensors, record = read_any(source)
+    with naming(source):
+        restore(unwrap(model), tensors, record)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let a ValueError about the content of a file name the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 
 def resize_like(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
@@ -153,6 +167,9 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
                 raise ValueError(f"the file has a bad size for {name!r}: {attribute} = {value!r}")
     sizes = _sizes(modules, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, state, given)
 
+    for name, tensor in tensors.items():
+        if _kind(tensor) != _kind(state[name]):
+            raise ValueError(f"{name!r} must hold {_kind(state[name])} numbers in this model, got {tensor.dtype}")
     # Allocate memory and copy to the devices before the first change: both can fail.
     loaded = {name: tensor.to(state[name].device, state[name].dtype) for name, tensor in tensors.items()}
     with AllOrNothing(modules.values()) as change:
@@ -174,6 +191,10 @@ def restore(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str
         for name, attributes in reversed(sizes.items()):
             for attribute, value in attributes.items():
                 set_size(modules[name], attribute, value)
+
+
+def _kind(tensor: Tensor) -> str:
+    return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole"
 
 
 def _can_be_written(tensor: Tensor) -> bool:
@@ -261,11 +282,8 @@ def restore_optimizer(
     Raises:
         ValueError: the parameter groups of the optimizer differ.
     """
+    require_optimizer_state(model, optimizer, tensors, groups)
     parameters = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    mine = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if mine != [group["params"] for group in groups]:
-        raise ValueError("the parameter groups of the optimizer differ from the saved ones")
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved["options"].items():
             group[key] = tuple(value) if isinstance(value, list) else value
@@ -274,10 +292,49 @@ def restore_optimizer(
         optimizer.state[parameters[parameter]][key] = value.to(_state_device(key, parameters[parameter]))
 
 
+def require_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    groups: Any,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Raise ValueError unless an optimizer can be given this state.
+
+    Args:
+        model: the model.
+        optimizer: an optimizer of the model, with the same parameter groups.
+        tensors, groups: as `optimizer_tensors` returned them; read from a file, they can be anything.
+        shapes: of the parameters, where the model will get others.
+    """
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    mine = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise ValueError("the parameter groups of the optimizer must be a list of mappings")
+    if mine != [group.get("params") for group in groups]:
+        raise ValueError("the parameter groups of the optimizer differ from the saved ones")
+    for group in groups:
+        for key, value in mapping("the options of the optimizer", group.get("options")).items():
+            entries = value if isinstance(value, list) else [value]
+            if not all(entry is None or isinstance(entry, bool | int | float | str) for entry in entries):
+                raise ValueError(f"the optimizer's option {key!r} must be plain, got {value!r}")
+    for name, value in tensors.items():
+        owner, _, key = name.rpartition("|")
+        if owner not in parameters:
+            raise ValueError(f"the optimizer's {key!r} belongs to {owner!r}, which the model does not have")
+        wanted = tuple(parameters[owner].shape) if shapes is None else shapes.get(owner, ())
+        fits = len(value.shape) != len(wanted) or all(
+            size in (1, want) for size, want in zip(value.shape, wanted, strict=True)
+        )
+        if not fits or value.numel() > max(1, math.prod(wanted)):
+            raise ValueError(f"the optimizer's {key!r} of {owner!r} must fit {wanted}, got {tuple(value.shape)}")
+
+
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """Write tensors and a JSON record to one file, atomically; see `write_whole`."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    write_whole(path, serialize(plain, metadata={"format": FORMAT, "record": json.dumps(record)}))
+    write_whole(path, serialized(plain, {"format": FORMAT, "record": json.dumps(record)}))
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -286,21 +343,16 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     Raises:
         ValueError: the file is not one that `write` made.
     """
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
+    tensors, metadata = read_safetensors(path)
+    return tensors, _record(path, metadata)
+
+
+def _record(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> dict[str, Any]:
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{os.fspath(path)} must be a {FORMAT!r}, got {metadata.get('format')!r}")
-    try:
-        record = json.loads(metadata.get("record", "null"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{os.fspath(path)} has a record that is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{os.fspath(path)} must have a record that is a mapping, got {type(record).__name__}")
-    return tensors, record
+    where = f"the record of {os.fspath(path)}"
+    # Losses that are not known are NaN.
+    return mapping(where, parse(where, metadata.get("record", "null"), constant=float))
 
 
 def read_any(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -310,30 +362,11 @@ def read_any(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str,
         ValueError: the file holds no tensors that can be read without executing code.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
-        start = file.read(9)
-    if start[:2] == b"PK" or start[:1] == b"\x80":
-        return _state_in(path, _unpickled(path)), {}
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT and "record" not in metadata:
-                return {name: file.get_tensor(name) for name in file.keys()}, {}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
-    return read(path)
-
-
-def _unpickled(path: str | os.PathLike[str]) -> Any:
-    try:
-        # A file, since torch looks at the ending of a name.
-        with open(path, "rb") as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"{os.fspath(path)} holds more than tensors and cannot be loaded safely: {lines[0]}"
-        ) from error
+    if is_pickled(path):
+        return _state_in(path, read_pickled(path)), {}
+    tensors, metadata = read_safetensors(path)
+    is_ours = metadata.get("format") == FORMAT or "record" in metadata
+    return tensors, _record(path, metadata) if is_ours else {}
 
 
 def _state_in(path: str | os.PathLike[str], loaded: Any) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from s3d_fast import env
 from s3d_fast.base import require
@@ -20,12 +20,14 @@ from s3d_fast.base.random_state import RandomState, random_state, seed_all, set_
 from s3d_fast.base.world import World, existing
 from s3d_fast.growth import checkpoint
 from s3d_fast.growth.loggers import Logger, log_epoch, log_phase
+from s3d_fast.growth.saved_state import SavedState, state_of
 from s3d_fast.growth.split_step import Options, SplitStep, timed
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
 from s3d_fast.network.wrapping import unwrap
+from s3d_fast.records.json_records import differences
 from s3d_fast.records.record import Epoch, Phase
 from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.report.html import write_report
@@ -344,8 +346,15 @@ class Grower:
         """
         assert self.folder is not None
         path = self.folder.latest()
-        tensors, record = self.world.together(lambda: ({}, {}) if path is None else checkpoint.read(path))
-        paths = self.world.everyone((_progress(record), path))
+
+        def found() -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int, int]]:
+            if path is None:
+                return {}, {}, (0, 0, 0)
+            tensors, record = checkpoint.read(path)
+            return tensors, record, _progress(state_of(path, tensors, record))
+
+        tensors, record, progress = self.world.together(found)
+        paths = self.world.everyone((progress, path))
         newest = max(range(len(paths)), key=lambda rank: (paths[rank][0], -rank))
         where = paths[newest][1]
         if where is None:
@@ -353,23 +362,20 @@ class Grower:
         return where, self.world.same_tensors(tensors, newest), self.world.same(record, newest)
 
     def _restore(self, path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+        state = state_of(path, tensors, record)
         # Runs that do not say so had the paper's curvature.
-        if {"curvature": "paper"} | record["settings"] != self._settings():
+        differing = differences({"curvature": "paper"} | state.settings, self._settings())
+        if differing:
             raise ValueError(
-                f"out: {path.parent} holds a run with other settings: {record['settings']}; "
-                f"this one has {self._settings()}"
+                f"out: {path.parent} holds a run with other settings: {', '.join(differing)}; give another folder, or "
+                "these settings"
             )
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
-        for name, tensor in tensors.items():
-            part, _, rest = name.partition("/")
-            parts[part][rest] = tensor
-        checkpoint.restore(self.model, parts["model"], record)
+        with checkpoint.naming(path):
+            state.require_fit(self.model, self.make_optimizer(self.model.parameters()))
+            checkpoint.restore(self.model, state.model, state.record)
         self.optimizer = self.make_optimizer(self.model.parameters())
-        checkpoint.restore_optimizer(self.model, self.optimizer, parts["optimizer"], record["groups"])
-        self.history = [Phase.of(past) for past in record["history"]]
-        self.stopped = record["stopped"]
-        if record["unfinished"] is not None:
-            self._unfinished = (Phase.of(record["unfinished"]), (parts["random"], record["random"]))
+        checkpoint.restore_optimizer(self.model, self.optimizer, state.optimizer, state.groups)
+        self.history, self.stopped, self._unfinished = state.history, state.stopped, state.unfinished
         # A killed process may have written the checkpoint but not the history.
         if self.world.is_first:
             self._write_history(self._unfinished[0] if self._unfinished else None)
@@ -389,8 +395,7 @@ def _name_of(value: Any) -> str:
     return getattr(value, "__qualname__", str(type(value)))
 
 
-def _progress(record: Mapping[str, Any]) -> tuple[int, int, int]:
+def _progress(state: SavedState) -> tuple[int, int, int]:
     """Return how far the run of a checkpoint had come: finished phases, whether the last was split, further epochs."""
-    history, unfinished = record.get("history", []), record.get("unfinished")
-    is_split = bool(history) and Phase.of(history[-1]).was_selected
-    return len(history), int(is_split), 0 if unfinished is None else len(unfinished["epochs"])
+    is_split = bool(state.history) and state.history[-1].was_selected
+    return len(state.history), int(is_split), 0 if state.unfinished is None else len(state.unfinished[0].epochs)

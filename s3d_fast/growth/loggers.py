@@ -32,7 +32,7 @@ def log_epoch(loggers: Iterable[Logger], earlier: int, epoch: Epoch) -> None:
 
 def log_phase(loggers: Iterable[Logger], phase: PhaseRecord) -> None:
     """Log a finished phase: its metrics, the sizes of the network, and the split after it."""
-    values = {f"test/{name}": value for name, value in phase.metrics.items()}
+    values: dict[str, float | None] = {f"test/{name}": value for name, value in phase.metrics.items()}
     values |= {"size/params": phase.params, "size/macs": phase.macs, "size/filters": sum(phase.widths.values())}
     values |= {f"width/{unit}": width for unit, width in phase.widths.items()}
     if phase.was_selected:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from s3d_fast.base import byte_counts
 from s3d_fast.base.batches import are_the_same
@@ -37,7 +37,7 @@ class SplitStep:
     """The settings of a run's splits; `Grower` documents the fields."""
 
     loss_fn: Callable[[Any, Any], Tensor]
-    batches: Sequence[Any] | Callable[[int], Iterable[Any]]
+    batches: Iterable[Any] | Callable[[int], Iterable[Any]]
     eps: float
     curvature: str
     selection: Options | Callable[[int, Graph], Options]

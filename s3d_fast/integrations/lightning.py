@@ -34,7 +34,7 @@ else:
 __all__ = ["GrowthCallback"]
 
 
-class GrowthCallback(Callback):
+class GrowthCallback(Callback):  # type: ignore[misc]
     """Split the neurons of a LightningModule that gain the most, at the start of chosen epochs.
 
     The optimizer, DistributedDataParallel, and the moving averages of Lightning's WeightAveraging callbacks grow along.

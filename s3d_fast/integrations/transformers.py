@@ -35,7 +35,7 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
     return model(**batch)["loss"]
 
 
-class GrowthCallback(TrainerCallback):
+class GrowthCallback(TrainerCallback):  # type: ignore[misc]
     """Split the neurons of a model that gain the most, at chosen times of a Trainer.
 
     The optimizer, inside Accelerate's wrapper, and DistributedDataParallel grow along. A checkpoint that is written at
@@ -104,7 +104,7 @@ class GrowthCallback(TrainerCallback):
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Let a decoder return no cache of keys and values, which torch.export does not know, within the block."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not getattr(config, "use_cache", False):
         yield
         return

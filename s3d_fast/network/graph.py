@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from s3d_fast.base.tables import text_table
+from s3d_fast.base.tables import html_table, text_table
 from s3d_fast.maths.activations import Activation
 from s3d_fast.network.calls import operation
 from s3d_fast.network.links import Link
@@ -117,6 +117,7 @@ class Unit:
             filters are split along.
         consumers: names of the layers that read its channels.
         uncaptured: why `capture` cannot compute its splitting matrices; empty if it can.
+        curved_by: what `activations` returns, in a graph that is `portable` and has no links.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Unit:
     followers: tuple[str, ...] = ()
     consumers: tuple[str, ...] = ()
     uncaptured: str = ""
+    curved_by: tuple[str, ...] | None = None
 
     @property
     def fan_in(self) -> int:
@@ -157,6 +159,8 @@ class Unit:
 
     def activations(self) -> list[str]:
         """Return the names of the functions that give its chain curvature, in order."""
+        if self.curved_by is not None:
+            return list(self.curved_by)
         if not self.links:
             return [] if self.activation is None else [self.activation.name]
         names = []
@@ -166,6 +170,10 @@ class Unit:
             elif link.is_curved:
                 names.append(operation(link.node).removeprefix("aten."))
         return names
+
+    def __repr__(self) -> str:
+        read = f", read by {', '.join(self.consumers)}" if self.consumers else ""
+        return f"Unit({self.name!r}, {self.kind}, {self.width} channels of {self.fan_in} parameters{read})"
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -254,6 +262,32 @@ class Graph:
             rows.append([layer.name, layer.kind, str(layer.width), "no" if unit is None else "yes", because])
         rows += [[name, "parameter", "", "no", "the model does not use it in eval mode"] for name in self.unused]
         return rows
+
+    def _repr_html_(self) -> str:
+        return html_table([["layer", "kind", "width", "splittable", "because"], *self.explained()])
+
+    def __repr__(self) -> str:
+        names = [f"{name}: {unit.width}" for name, unit in self.units.items()]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return f"Graph({len(names)} units of {len(self.layers)} layers; {', '.join(names[:4]) or 'none'}{more})"
+
+    def portable(self) -> Graph:
+        """Return the part that surgery and costs need, without the model and its calls; it can be pickled.
+
+        `capture` needs the whole graph: trace the model again for it.
+        """
+        units = {
+            name: replace(
+                unit,
+                links=(),
+                filters=tuple(replace(one, calls=()) for one in unit.filters),
+                activation=None,
+                curved_by=tuple(unit.activations()),
+            )
+            for name, unit in self.units.items()
+        }
+        empty = fx.GraphModule(nn.Module(), fx.Graph())
+        return replace(self, module=empty, units=units, traced=None, model=None, variants=[])
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError unless the model's tensors have the sizes that they had when the model was traced."""

@@ -149,15 +149,15 @@ def _groups(modules: Iterable[nn.Module]) -> list[_Group]:
 
 def _group(state: Any) -> _Group:
     of_modules = tuple(state._modules)
-    prefetch = [[one._modules[0] for one in getattr(state, f"_states_to_{way}_prefetch", ())] for way in _WAYS]
+    forward, backward = ([one._modules[0] for one in getattr(state, f"_states_to_{way}_prefetch", ())] for way in _WAYS)
     try:
         parameters = state._fsdp_param_group
     except AssertionError:
-        return _Group(of_modules, {}, {}, {}, *prefetch, problem="its parameters are divided over several meshes")
+        return _Group(of_modules, {}, {}, {}, forward, backward, "its parameters are divided over several meshes")
     arguments: dict[str, Any] = {"mp_policy": state._mp_policy}
     if parameters is None:
         # Without parameters of its own, a module needs a mesh only for its hooks.
-        return _Group(of_modules, arguments, {}, {}, *prefetch)
+        return _Group(of_modules, arguments, {}, {}, forward, backward)
     mesh, after = parameters.mesh_info, parameters.post_forward_mesh_info
     arguments |= {"mesh": mesh.mesh, "offload_policy": parameters.offload_policy}
     if not getattr(state, "_auto_reshard_after_forward", False):
@@ -170,7 +170,7 @@ def _group(state: Any) -> _Group:
         if one.fsdp_placement.dim != 0:
             placements[one._module_info.module, one._module_info.param_name] = one.fsdp_placement
     settings = {name: getattr(parameters, name) for name in _SETTINGS if hasattr(parameters, name)}
-    return _Group(of_modules, arguments, settings, placements, *prefetch, problem=problem)
+    return _Group(of_modules, arguments, settings, placements, forward, backward, problem)
 
 
 _WAYS = ("forward", "backward")

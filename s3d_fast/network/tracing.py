@@ -58,6 +58,8 @@ def graph_for(graph: Graph, model: nn.Module, arguments: tuple[Any, ...], keywor
     Raises:
         ValueError: the model cannot be exported with these arguments, or has other units then.
     """
+    if "argument_names" not in graph.module.meta:
+        raise ValueError("graph is that of a pickled plan, which has no calls to evaluate; trace the model again")
     inputs = in_order(graph.module, model, arguments, keywords)
     for known in (graph, *graph.variants):
         if takes(known.module, inputs) and known.module.meta["hooks"] == hooks_of(model):

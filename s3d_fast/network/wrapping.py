@@ -76,9 +76,11 @@ def rewrap(model: nn.Module) -> nn.Module:
 
 
 # Options of DistributedDataParallel that it keeps under their own names.
-_DDP_OPTIONS = ("device_ids", "output_device", "dim", "broadcast_buffers", "process_group", "find_unused_parameters")
-_DDP_OPTIONS += ("gradient_as_bucket_view", "static_graph", "mixed_precision", "skip_all_reduce_unused_params")
-_DDP_OPTIONS += ("batched_grad_copy", "forward_sync_buffers")
+_DDP_OPTIONS = (
+    *("device_ids", "output_device", "dim", "broadcast_buffers", "process_group", "find_unused_parameters"),
+    *("gradient_as_bucket_view", "static_graph", "mixed_precision", "skip_all_reduce_unused_params"),
+    *("batched_grad_copy", "forward_sync_buffers"),
+)
 
 
 def require_rewrappable(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The paper's experiments, each as a short typed configuration that `s3d-fast grow` runs."""
+"""The paper's experiments, and one on digits, each as a short typed configuration that `s3d-fast grow` runs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,40 @@ from s3d_fast.base import require
 from s3d_fast.recipes import cifar100_mobilenet, digits, imagenet_mobilenet, modelnet40_dgcnn
 from s3d_fast.recipes.recipe import Recipe
 
-PRESETS = ("paper", "cpu")
-RECIPES = {
+# By name, then by preset: the whole experiment first, then one scaled down to two CPU cores.
+RECIPES: dict[str, dict[str, Recipe]] = {digits.FULL.name: {"full": digits.FULL, "cpu": digits.CPU}} | {
     module.PAPER.name: {"paper": module.PAPER, "cpu": module.CPU}
-    for module in (digits, cifar100_mobilenet, modelnet40_dgcnn, imagenet_mobilenet)
+    for module in (cifar100_mobilenet, modelnet40_dgcnn, imagenet_mobilenet)
 }
+PRESETS = ("paper", "full", "cpu")
 
 
-def recipe(name: str, preset: str = "paper") -> Recipe:
-    """Return a recipe by name, with the paper's numbers or scaled down to two CPU cores.
+def recipe(name: str, preset: str | None = None) -> Recipe:
+    """Return a recipe by name: the whole experiment, or scaled down to two CPU cores (preset "cpu").
+
+    Args:
+        name: a name in `RECIPES`.
+        preset: "paper" for the paper's numbers, "full" for digits, which are not in the paper, or "cpu". By default the
+            whole experiment.
 
     Raises:
         ValueError: there is no such recipe or preset.
     """
     require.choice("recipe", name, tuple(RECIPES))
-    require.choice("preset", preset, PRESETS)
+    if preset is None:
+        return next(iter(RECIPES[name].values()))
+    require.choice(f"preset of {name}", preset, tuple(RECIPES[name]))
     return RECIPES[name][preset]
 
 
-__all__ = ["PRESETS", "RECIPES", "Recipe", "recipe"]
+def preset_for(name: str, has_gpu: bool) -> str:
+    """Return the preset that fits a machine: the whole experiment with a GPU, "cpu" without."""
+    return next(iter(RECIPES[name])) if has_gpu else "cpu"
+
+
+def preset_today(name: str, preset: str) -> str:
+    """Return the name of a preset that a run has recorded: that of digits was once called the paper's."""
+    return "full" if (name, preset) == (digits.FULL.name, "paper") else preset
+
+
+__all__ = ["PRESETS", "RECIPES", "Recipe", "preset_for", "recipe"]

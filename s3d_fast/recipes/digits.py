@@ -18,7 +18,7 @@ def network(widths: Sequence[int], classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
 
-PAPER = Recipe(
+FULL = Recipe(
     name="digits",
     summary="a small convolutional network on scikit-learn's digits; needs no data path",
     dataset="digits",
@@ -41,4 +41,4 @@ PAPER = Recipe(
     split_samples=512,
     split_batch=128,
 )
-CPU = replace(PAPER, curvature="exact", steps=4, epochs=8)
+CPU = replace(FULL, curvature="exact", steps=4, epochs=8)

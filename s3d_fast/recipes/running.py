@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from s3d_fast import recipes
 from s3d_fast.base import require
 from s3d_fast.base.batches import moved
 from s3d_fast.base.random_state import seed_all
@@ -29,6 +30,7 @@ from s3d_fast.network.tracing import trace
 from s3d_fast.recipes import baselines
 from s3d_fast.recipes.recipe import Recipe
 from s3d_fast.recipes.split_data import SplitData
+from s3d_fast.records.json_records import differences
 from s3d_fast.records.record import Phase
 from s3d_fast.records.run import read_run
 from s3d_fast.records.run_folder import RunFolder
@@ -48,7 +50,7 @@ class Job:
 
     Attributes:
         recipe: the recipe, with its settings.
-        preset: the name of the recipe's preset, for run.json.
+        preset: the name of the recipe's preset, for run.json; by default that of the whole experiment.
         dataset: the data to train and test on.
         method: one of `METHODS`.
         seed: determines the initial weights and all random draws.
@@ -69,7 +71,7 @@ class Job:
 
     recipe: Recipe
     dataset: Dataset
-    preset: str = "paper"
+    preset: str | None = None
     method: str = "s3d"
     seed: int = 0
     out: Path | None = None
@@ -301,7 +303,8 @@ def _growth(job: Job) -> Grower:
 
 def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], about: dict[str, Any], resume: bool) -> list[Phase]:
     """Train a network of every size; each is a run of one phase in its own folder."""
-    recipe, history = job.recipe, []
+    recipe = job.recipe
+    history: list[Phase] = []
     if job.out is not None and job.world.is_first:
         model = make_network(replace(recipe, widths=sizes[0]), job.dataset.classes, job.seed, job.torch_device)
         graph = trace(model, torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
@@ -359,7 +362,7 @@ def _about(job: Job, resume: bool) -> dict[str, Any]:
     """
     about = {
         "recipe": job.recipe.name,
-        "preset": job.preset,
+        "preset": job.preset or recipes.preset_for(job.recipe.name, has_gpu=True),
         "method": job.method,
         "seed": job.seed,
         "settings": job.recipe.as_settings(),
@@ -379,9 +382,13 @@ def _about(job: Job, resume: bool) -> dict[str, Any]:
     was = folder.read_about() if folder.is_described() else None
     # The run of a network of one's own has no preset.
     if was is not None and was["preset"]:
-        differing = [name for name in about if _fixed(was.get(name)) != _fixed(about[name])]
+        was["preset"] = recipes.preset_today(was["recipe"], was["preset"])
+        there, here = ({name: _fixed(one.get(name)) for name in about} for one in (was, about))
+        differing = differences(there, here)
         if differing:
-            raise ValueError(f"out: {job.out} holds another run: {', '.join(differing)} differ; give another folder")
+            raise ValueError(
+                f"out: {job.out} holds another run: {', '.join(differing)}; give another folder, or the same settings"
+            )
         if not resume:
             raise ValueError(f"out: {job.out} holds a run already; resume it, or give another folder")
     elif folder.latest() is not None:

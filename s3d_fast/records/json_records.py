@@ -71,6 +71,34 @@ def shown(value: Any) -> str:
     return "nothing" if value is MISSING else repr(value)[:80]
 
 
+def parse(where: str, data: bytes | str, constant: Callable[[str], Any] = lambda name: None) -> Any:
+    """Return parsed JSON; what makes NaN and Infinity, which are not JSON but which Python writes, is `constant`.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, is nested too deeply, or has numbers of thousands of digits.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} must be UTF-8 text, but: {error}") from error
+    try:
+        return json.loads(text, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} must be JSON, but: {error}; got {text[:80]!r}") from error
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two records, such as "epochs is 3 there and 4 here"; mappings are compared inside."""
+    found = []
+    for name in dict.fromkeys([*was, *now]):
+        there, here = was.get(name), now.get(name)
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            found += differences(there, here)
+        elif there != here:
+            found.append(f"{name} is {shown(there)} there and {shown(here)} here")
+    return found
+
+
 READERS: Mapping[str, Reader] = {
     "int": count,
     "int | None": count,

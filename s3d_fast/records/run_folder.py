@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from s3d_fast.base.files import write_whole
+from s3d_fast.base.tensor_files import read_safetensors, serialized
 from s3d_fast.base.world import launch_id, was_restarted
-from s3d_fast.records.json_records import mapping, shown, to_json
+from s3d_fast.records.json_records import mapping, parse, shown, to_json
 from s3d_fast.records.record import PhaseRecord, read_phase
 
 # The entries of run.json: name -> (type, type in words, default).
@@ -31,6 +29,8 @@ ABOUT: dict[str, tuple[type, str, Any]] = {
     "environment": (dict, "an object", {}),
     "command": (list, "a list", []),
 }
+# Of run.json and history.jsonl. A phase of a thousand epochs takes about 150 kB.
+MOST_BYTES = 1 << 26
 
 
 class RunFolder:
@@ -105,7 +105,7 @@ class RunFolder:
         for unit, (low, high) in spectra.items():
             for end, values in (("lambda_min", low), ("lambda_max", high)):
                 tensors[f"{unit}/{end}"] = values.detach().float().cpu().contiguous().clone()
-        write_whole(self.file("spectra", phase), serialize(tensors))
+        write_whole(self.file("spectra", phase), serialized(tensors, {}))
 
     def read_spectra(self, phase: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return lambda_min and lambda_max, each (M,), of the filters of every unit before the split of a phase.
@@ -118,15 +118,16 @@ class RunFolder:
         if not path.is_file():
             raise FileNotFoundError(f"{path.name} is missing")
         try:
-            tensors = load_file(path)
-        except SafetensorError as error:
+            tensors = read_safetensors(path)[0]
+        except ValueError as error:
             raise ValueError(f"{path.name} must be a safetensors file, but: {error}") from error
         spectra = {}
         for unit in dict.fromkeys(name.rpartition("/")[0] for name in sorted(tensors)):
             pair = [tensors.get(f"{unit}/{end}") for end in ("lambda_min", "lambda_max")]
-            if any(values is None or values.ndim != 1 or values.dtype.kind != "f" for values in pair):
+            low, high = (None if one is None or not one.is_floating_point() else one.double().numpy() for one in pair)
+            if low is None or high is None or low.ndim != 1 or low.shape != high.shape:
                 raise ValueError(f"{path.name} must hold vectors lambda_min and lambda_max for {unit!r}")
-            spectra[unit] = (np.asarray(pair[0], dtype=np.float64), np.asarray(pair[1], dtype=np.float64))
+            spectra[unit] = (low, high)
         return spectra
 
     def write_history(self, phases: Sequence[PhaseRecord]) -> None:
@@ -142,16 +143,16 @@ class RunFolder:
         path = self.path / "history.jsonl"
         *lines, rest = _bytes(path).split(b"\n")
         phases = [
-            read_phase(where, _parse(where, line))
-            for where, line in ((f"{path.name}, line {number}", line) for number, line in enumerate(lines, 1))
+            read_phase(where, parse(where, line))
+            for where, line in ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1))
             if line.strip()
         ]
         if not rest.strip():
             return phases, ()
         # The text after the last newline may be a whole record or the beginning of one.
-        where = f"{path.name}, line {len(lines) + 1}"
+        where = f"{path}, line {len(lines) + 1}"
         try:
-            record = _parse(where, rest)
+            record = parse(where, rest)
         except ValueError:
             return phases, (f"The last line of {path.name} was not written to its end, and is left out.",)
         return [*phases, read_phase(where, record)], ()
@@ -173,12 +174,12 @@ class RunFolder:
             ValueError: an entry is missing or has a wrong type.
         """
         path = self.path / "run.json"
-        record = mapping(path.name, _parse(path.name, _bytes(path)))
+        record = mapping(str(path), parse(str(path), _bytes(path)))
         for name, (kind, words, default) in ABOUT.items():
             value = record.get(name, copy.copy(default))
             if not isinstance(value, kind) or isinstance(value, bool):
                 given = shown(record[name]) if name in record else "nothing"
-                raise ValueError(f"{path.name}: {name} must be {words}, got {given}")
+                raise ValueError(f"{path}: {name} must be {words}, got {given}")
             record[name] = value
         return record
 
@@ -193,19 +194,10 @@ def read_spectra(folder: str | os.PathLike[str], index: int) -> dict[str, tuple[
     return RunFolder(folder).read_spectra(index)
 
 
-def _parse(where: str, data: bytes) -> Any:
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} must be UTF-8 text, but: {error}") from error
-    try:
-        # NaN and Infinity are not JSON, but Python writes them unless told otherwise.
-        return json.loads(text, parse_constant=lambda constant: None)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} must be JSON, but: {error}; got {text[:80]!r}") from error
-
-
 def _bytes(path: Path) -> bytes:
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} must be the folder of a run, but has no file {path.name}")
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise ValueError(f"{path} must have at most {MOST_BYTES} bytes, got {size}")
     return path.read_bytes()

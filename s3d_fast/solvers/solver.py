@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from s3d_fast.operators import SplittingOperator
 from s3d_fast.solvers.spectrum import Spectrum

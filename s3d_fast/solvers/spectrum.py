@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.base import require
+from s3d_fast.base.tables import html_table
 from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.operators.operator import LayerShape
@@ -69,6 +70,15 @@ class Spectrum:
             f"lambda_min >= {self.lambda_min.min().item():.3g}, lambda_max <= {self.lambda_max.max().item():.3g}, "
             f"at most {int(self.matvecs.max())} matvecs)"
         )
+
+    def _repr_html_(self) -> str:
+        if not len(self):
+            return html_table([["filters"], ["0"]])
+        rows = [["", "least", "median", "largest"]]
+        for name in ("lambda_min", "lambda_max", "residual_min", "residual_max", "matvecs"):
+            values = getattr(self, name).detach().double()
+            rows.append([name, *(f"{float(value):.4g}" for value in (values.min(), values.median(), values.max()))])
+        return html_table(rows, f"{len(self)} filters, {int(self.converged.sum())} converged.")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
-from s3d_fast.base.tables import text_table
+from s3d_fast.base.tables import html_table, text_table
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph, filter_lengths, stored_tensors
+
+_NOTE = "The last row includes the extra cost of neighbouring units that both grow."
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,14 @@ class NeuronSplit:
         """The number of copies, m."""
         return len(self.weights)
 
+    def __repr__(self) -> str:
+        weights = ", ".join(f"{weight:.3g}" for weight in self.weights.tolist())
+        return f"NeuronSplit({self.unit!r}, neuron {self.neuron}, weights {weights}, gain {self.gain:.4g})"
+
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The splits of a model's neurons that `apply_splits` carries out."""
+    """The splits of a model's neurons that `apply_splits` carries out. A plan can be pickled, and applied elsewhere."""
 
     graph: Graph
     splits: Sequence[NeuronSplit]
@@ -78,7 +85,22 @@ class SplitPlan:
         """Return the parameters and MACs that the plan adds; layers that grow on both sides are counted exactly."""
         return costs.count(self.graph, self.widths()) - costs.count(self.graph)
 
+    def __repr__(self) -> str:
+        before, after = sum(self.graph.widths().values()), sum(self.widths().values())
+        where = f"{len(self)} splits in {len(self.by_unit())} units"
+        return f"SplitPlan({where}, {before} -> {after} channels, loss change / (eps^2/2) = {self.gain:.4g})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A traced graph holds the model and its code, which cannot be pickled and which surgery does not need.
+        return {"graph": self.graph.portable(), "splits": list(self.splits)}
+
     def __str__(self) -> str:
+        return f"{text_table(self._rows())}\n{_NOTE}"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), _NOTE)
+
+    def _rows(self) -> list[list[str]]:
         before, after = self.graph.widths(), self.widths()
         rows = [["unit", "width", "after", "loss change / (eps^2/2)", "params", "MACs"]]
 
@@ -89,5 +111,4 @@ class SplitPlan:
             alone = costs.count(self.graph, {**before, name: after[name]}) - costs.count(self.graph)
             add(name, before[name], after[name], sum(split.gain for split in splits), alone)
         add("all", sum(before.values()), sum(after.values()), self.gain, self.added())
-        note = "The last row includes the extra cost of neighbouring units that both grow."
-        return text_table(rows) + f"\n{note}"
+        return rows

@@ -6,12 +6,14 @@ import os
 from collections.abc import Mapping
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from s3d_fast.base import require
-from s3d_fast.data.images import IMAGENET_NORMALISE, Normalise
+from s3d_fast.base.tensor_files import is_pickled, read_pickled, read_safetensors
+from s3d_fast.data.images import IMAGENET_NORMALISE, Normalise, open_image
 from s3d_fast.models.vgg import vgg19_of
+
+PICTURES = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM")
 
 
 def load_image(path: str | os.PathLike[str], size: int = 224, normalise: Normalise = IMAGENET_NORMALISE) -> Tensor:
@@ -20,7 +22,7 @@ def load_image(path: str | os.PathLike[str], size: int = 224, normalise: Normali
     The shorter side is scaled to `size`, the middle of the longer side is kept, and the colours are normalised.
 
     Args:
-        path: any image file that Pillow reads.
+        path: a JPEG, PNG, WebP, GIF, BMP or PPM; the content decides, not the name.
         size: height and width in pixels.
         normalise: the normalisation that the network was trained with; ImageNet's by default.
 
@@ -35,7 +37,7 @@ def load_image(path: str | os.PathLike[str], size: int = 224, normalise: Normali
     with open(path, "rb") as file:
         try:
             # Cameras record their orientation in the file instead of rotating the pixels.
-            upright = image_ops.exif_transpose(pillow.open(file)).convert("RGB")
+            upright = image_ops.exif_transpose(open_image(file, PICTURES)).convert("RGB")
         except Exception as error:
             raise ValueError(f"path: {os.fspath(path)} cannot be read as an image: {error}") from error
     square = image_ops.fit(upright, (size, size), pillow.Resampling.BILINEAR)
@@ -66,15 +68,9 @@ def load_vgg19(path: str | os.PathLike[str]) -> nn.Module:
 
 def _read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, or of a dict of tensors saved by torch.save."""
-    with open(path, "rb") as file:
-        # A safetensors file begins with eight bytes for the length of its header, which is JSON.
-        is_safetensors = file.read(9)[8:] == b"{"
     try:
-        if is_safetensors:
-            with safe_open(os.fspath(path), framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+        tensors = read_pickled(path) if is_pickled(path) else read_safetensors(path)[0]
+    except ValueError as error:
         raise ValueError(f"path: {os.fspath(path)} is not a file of weights that is safe to read: {error}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise ValueError(f"path: {os.fspath(path)} must hold a state dict, tensors by name, and nothing else")

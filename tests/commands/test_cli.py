@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import s3d_fast as s3d
 from s3d_fast import __version__, report
 from s3d_fast.base.tables import text_table
-from s3d_fast.cli import main
+from s3d_fast.commands.main import main
 from s3d_fast.recipes import RECIPES, recipe
 
 SMALL = ["--steps", "1", "--epochs", "2", "--widths", "2,3,4", "--train-samples", "64", "--test-samples", "20"]
@@ -81,8 +81,8 @@ def history(folder: Path) -> list[dict[str, Any]]:
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out
-    for name, presets in RECIPES.items():
-        assert re.search(rf"^{name} +{re.escape(presets['paper'].summary)}$", out, re.MULTILINE)
+    for name in RECIPES:
+        assert re.search(rf"^{name} +{re.escape(recipe(name).summary)}$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -90,8 +90,9 @@ def test_a_recipe_is_shown(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["recipes", name]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = {line.split()[0]: line for line in lines[2:]}
-    assert lines[0].split() == ["setting", "paper", "cpu", "what"]
-    paper, cpu = (recipe(name, preset).as_settings() for preset in ("paper", "cpu"))
+    # The digits are not in the paper.
+    assert lines[0].split() == ["setting", "full" if name == "digits" else "paper", "cpu", "what"]
+    paper, cpu = (recipe(name, preset).as_settings() for preset in (None, "cpu"))
     assert set(shown) == set(paper)
     for setting in ("epochs", "batch_size", "learning_rate", "c"):
         assert shown[setting].split()[1:3] == [str(paper[setting]), str(cpu[setting])]
@@ -101,13 +102,13 @@ def test_a_recipe_is_shown(name: str, capsys: pytest.CaptureFixture[str]) -> Non
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run on digits."""
     folder = tmp_path_factory.mktemp("runs") / "digits"
-    assert main(["grow", "digits", *SMALL, "--quiet", "--tensorboard", "--out", str(folder)]) == 0
+    assert main(["grow", "digits", *SMALL, "--preset", "full", "--quiet", "--tensorboard", "--out", str(folder)]) == 0
     return folder
 
 
 def test_grow_writes_a_run(digits_run: Path) -> None:
     about = json.loads((digits_run / "run.json").read_text())
-    assert (about["recipe"], about["preset"], about["method"], about["seed"]) == ("digits", "paper", "s3d", 0)
+    assert (about["recipe"], about["preset"], about["method"], about["seed"]) == ("digits", "full", "s3d", 0)
     assert about["settings"] == json.loads(
         json.dumps(
             recipe("digits").as_settings()
@@ -378,7 +379,7 @@ def test_bad_usage_exits_with_a_message(
         (["grow", "cifar100-mobilenet", "--data", "empty"], "empty"),
         (["grow", "imagenet-mobilenet", "--data", "empty"], "expected folders train and val"),
         (["grow", "modelnet40-dgcnn", "--data", "empty"], "empty"),
-        (["grow", "imagenet-mobilenet", "--data", "JPEGS", "--workers", "0"], "split_batch"),
+        (["grow", "imagenet-mobilenet", "--data", "JPEGS", "--workers", "0", "--preset", "paper"], "split_batch"),
         (["grow", "digits", "--widths", "2,2"], "widths must be 3"),
         (["grow", "digits", "--epochs", "0"], "epochs"),
         (["grow", "digits", "--c", "0.5"], "c must be"),
@@ -450,11 +451,11 @@ def test_bad_input_ends_with_a_message_and_writes_nothing(
     ("changes", "message"),
     [
         ([], "resume it"),
-        (["--seed", "1"], "seed differ"),
-        (["--resume", "--seed", "1"], "seed differ"),
-        (["--resume", "--method", "s2d"], "method, settings differ"),
-        (["--resume", "--preset", "cpu"], "preset, settings differ"),
-        (["--resume", "--eps", "0.02"], "settings differ"),
+        (["--seed", "1"], "holds another run: seed is 0 there and 1 here; give another folder"),
+        (["--resume", "--seed", "1"], "seed is 0 there and 1 here"),
+        (["--resume", "--method", "s2d"], "method is 's3d' there and 's2d' here, c is 1.3 there and 1.0 here;"),
+        (["--resume", "--preset", "cpu"], "preset is 'full' there and 'cpu' here"),
+        (["--resume", "--eps", "0.02"], "holds another run: eps is 0.01 there and 0.02 here;"),
     ],
     ids=" ".join,
 )
@@ -462,7 +463,8 @@ def test_the_folder_of_another_run_is_refused(
     changes: list[str], message: str, digits_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = listing(digits_run)
-    assert main(["grow", "digits", *SMALL, "--out", str(digits_run), "--tensorboard", *changes]) == 2
+    again = ["grow", "digits", *SMALL, "--preset", "full", "--out", str(digits_run), "--tensorboard"]
+    assert main([*again, *changes]) == 2
     assert message in capsys.readouterr().err
     assert listing(digits_run) == before
 

@@ -251,7 +251,7 @@ class TestModelNet:
             data.modelnet40(tmp_path)
         with h5py.File(folder / "ply_data_train1.h5", "w") as file:
             file["normal"] = clouds
-        with pytest.raises(ValueError, match=r"ply_data_train1\.h5 must hold data and label, got normal"):
+        with pytest.raises(ValueError, match=r"ply_data_train1\.h5: it must hold data and label, got normal"):
             data.modelnet40(tmp_path)
         with h5py.File(folder / "ply_data_train1.h5", "w") as file:
             file["data"], file["label"] = clouds[:, :7], np.arange(9)

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import s3d_fast as s3d
 from s3d_fast import report
-from s3d_fast.cli import main
+from s3d_fast.commands.main import main
 
 
 def grower(out: Path | None, seed: int = 0, phases: int = 2, **options: Any) -> s3d.Grower:

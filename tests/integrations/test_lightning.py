@@ -1,4 +1,4 @@
-"""Growth inside Lightning: two splits, the same run resumed, checkpoints of grown modules, moving averages, processes."""
+"""Growth inside Lightning: two splits, resuming, checkpoints of grown modules, moving averages, processes."""
 
 from __future__ import annotations
 
