@@ -47,3 +47,6 @@ class _Schedules(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 sys.modules[f"{__name__}.schedules"] = _Schedules(f"{__name__}.schedules")
+if "torch" in sys.modules:
+    # Nothing is gained by waiting, and torch.ops.s3d_fast is complete.
+    importlib.import_module("s3d_fast.api")

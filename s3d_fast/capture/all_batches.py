@@ -168,8 +168,11 @@ def capture_with(
             raise ValueError("dtype and memory_budget cannot be given together: the budget decides on the dtype")
         count = _count(batches)
     losses: list[float] = []
+    # tqdm would begin a pass over the batches when it is made, and another one when it is used.
+    once = (batch for batch in batches)
+    bar = tqdm(once, desc="capture", total=length_of(batches), unit="batch", disable=not progress)
     with undisturbed(model):
-        for index, batch in enumerate(tqdm(batches, desc="capture", unit="batch", disable=not progress)):
+        for index, batch in enumerate(bar):
             if budget is not None and index == 0:
                 first = _measured(capturer, batch, chosen, count, budget)
                 plan = decide(first.needs, count, budget, first.seconds, scratch)

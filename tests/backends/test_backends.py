@@ -282,7 +282,7 @@ def test_the_reason_of_a_failed_build_is_told(tmp_path: Path, monkeypatch: pytes
 
 def test_an_import_error_inside_another_module_is_not_hidden() -> None:
     code = """
-import sys
+import sys, torch
 class Broken:
     def find_spec(self, name, path=None, target=None):
         if name == "s3d_fast._C":

@@ -57,7 +57,7 @@ assert trace is s3d_fast.trace
 
 def test_every_command_is_described() -> None:
     modules = {path.stem for path in (ROOT / "s3d_fast" / "commands").glob("*.py")}
-    assert set(COMMANDS) == modules - {"__init__", "datasets", "parsing"}
+    assert set(COMMANDS) == modules - {"__init__", "datasets", "main", "parsing"}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_interrupted_run_says_how_to_continue(
 
 
 def test_ctrl_c_ends_a_run_with_one_line_and_it_resumes(tmp_path: Path) -> None:
-    small = ["grow", "digits", *QUICK, "--epochs", "200", "--out", str(tmp_path)]
+    small = ["grow", "digits", *QUICK, "--epochs", "2000", "--out", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "s3d_fast", *small], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

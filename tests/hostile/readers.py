@@ -478,7 +478,13 @@ def run_checkpoint(folder: Path) -> Case:
     contents = st.one_of(
         damaged(file.read_bytes()), other_record(header).map(lambda record: safetensors_of(as_json(record), body))
     )
-    return Case(file, contents, lambda: grower._restore(file), lambda: grower_state(grower), folder=folder)
+    return Case(
+        file,
+        contents,
+        lambda: grower._restore(file, *checkpoint.read(file)),
+        lambda: grower_state(grower),
+        folder=folder,
+    )
 
 
 @reader("record of a checkpoint of a run")
@@ -490,7 +496,13 @@ def run_record(folder: Path) -> Case:
     contents = st.one_of(
         text_or_record(record), other_record(short).map(lambda one: as_json(restored(one, short, record)))
     ).map(with_record(file))
-    return Case(file, contents, lambda: grower._restore(file), lambda: grower_state(grower), folder=folder)
+    return Case(
+        file,
+        contents,
+        lambda: grower._restore(file, *checkpoint.read(file)),
+        lambda: grower_state(grower),
+        folder=folder,
+    )
 
 
 def restored(changed: Any, short: Any, whole: Any) -> Any:

@@ -376,5 +376,5 @@ class TestWeights:
             ),
         ):
             path.write_bytes(put(text))
-            refused(lambda: grower._restore(path), path.name, part)
+            refused(lambda: grower._restore(path, *checkpoint.read(path)), path.name, part)
             assert grower_state(grower) == before

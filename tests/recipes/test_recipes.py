@@ -462,9 +462,9 @@ def test_a_run_grows_by_the_share_of_the_recipe(
     weights: list[Tensor] = []
     original = growth.apply_splits
 
-    def noted(model: nn.Module, plan: s3d.SplitPlan, *args: Any) -> None:
+    def noted(model: nn.Module, plan: s3d.SplitPlan, *args: Any, **options: Any) -> None:
         weights.extend(split.weights for split in plan.splits)
-        original(model, plan, *args)
+        original(model, plan, *args, **options)
 
     monkeypatch.setattr(growth, "apply_splits", noted)
     told: list[int] = []
