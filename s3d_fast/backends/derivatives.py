@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 
 from s3d_fast.maths import reference
 
-# What an argument of an operator may be, and the gradient of one: None for everything that has none.
-Gradient = Tensor | Sequence[Tensor] | None
+# The gradient of an argument: a list if the argument is one.
+Gradient = Tensor | Sequence[Tensor]
 Arguments = Mapping[str, Any]
 
 
@@ -40,14 +40,12 @@ def register(library: torch.library.Library) -> None:
         library.impl(name, _kernel(name), "Autograd", with_keyset=True)
 
 
-def _splitting_gradients(
-    X: Tensor, C: Tensor, V: Tensor, bias: bool, G: Tensor, wanted: set[str]
-) -> dict[str, Gradient]:
+def _splitting_gradients(X: Tensor, C: Tensor, V: Tensor, bias: bool, G: Tensor, wanted: set[str]) -> dict[str, Tensor]:
     """Return the gradients of ((X V^T) * C)^T X; X and C may be stored in 16 bits.
 
     dV = S G,  dC = (X V^T) * (X G^T),  dX = (C * X V^T) G + (C * X G^T) V.
     """
-    found: dict[str, Gradient] = {}
+    found: dict[str, Tensor] = {}
     if "V" in wanted:
         found["V"] = torch.ops.s3d_fast.splitting_matvec(X, C, G, bias)
     if wanted & {"X", "C"}:
@@ -63,7 +61,7 @@ def _splitting_gradients(
 
 
 def _splitting_matvec(arguments: Arguments, G: Tensor, wanted: set[str]) -> dict[str, Gradient]:
-    return _splitting_gradients(**arguments, G=G, wanted=wanted)
+    return {**_splitting_gradients(**arguments, G=G, wanted=wanted)}
 
 
 def _splitting_matvec_grouped(arguments: Arguments, G: Sequence[Tensor], wanted: set[str]) -> dict[str, Gradient]:
@@ -73,9 +71,7 @@ def _splitting_matvec_grouped(arguments: Arguments, G: Sequence[Tensor], wanted:
         found["V"] = torch.ops.s3d_fast.splitting_matvec_grouped(X, C, list(G), bias)
     rest = wanted - {"V"}
     layers = [_splitting_gradients(*layer, wanted=rest) for layer in zip(X, C, V, bias, G, strict=True)]
-    for name in rest:
-        found[name] = [layer[name] for layer in layers]  # type: ignore[misc]
-    return found
+    return found | {name: [layer[name] for layer in layers] for name in rest}
 
 
 def _same_product(name: str, vectors: str) -> Rule:
