@@ -93,3 +93,9 @@ def test_the_page_of_results_is_up_to_date() -> None:
     make = runpy.run_path(str(page.with_name("make_results.py")))
     assert make["document"]() == page.read_text(), "run python docs/make_results.py"
     assert make["front_page"]() == README, "run python docs/make_results.py"
+
+
+def test_the_page_of_reliability_is_up_to_date() -> None:
+    page = Path(__file__).parent.parent / "docs" / "reliability.md"
+    made = runpy.run_path(str(page.with_name("make_reliability.py")))["document"]()
+    assert made == page.read_text(), "run python docs/make_reliability.py"

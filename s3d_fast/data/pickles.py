@@ -62,7 +62,7 @@ def read_pickle(path: Path, most_operations: int) -> Any:
     """
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
 
     def since_mark() -> list[Any]:
         start = marks.pop()
@@ -121,7 +121,7 @@ def read_pickle(path: Path, most_operations: int) -> Any:
             case "GET" | "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case "GLOBAL" | "INST":
-                stack.append(_stand_in(*argument.split(" ", 1)))
+                stack.append(_stand_in(*_text(argument).split(" ", 1)))
             case "STACK_GLOBAL":
                 name, module = _text(stack.pop()), _text(stack.pop())
                 stack.append(_stand_in(module, name))

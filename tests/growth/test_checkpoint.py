@@ -198,6 +198,19 @@ def test_the_file_is_safetensors_without_pickle(tmp_path: Path) -> None:
     assert len(data) == 8 + length + sum(t.numel() * t.element_size() for t in model.state_dict().values())
 
 
+def test_identical_weights_give_identical_files(tmp_path: Path) -> None:
+    path, contents = tmp_path / "net.safetensors", set()
+    for _ in range(20):
+        contents.add(saved(path))
+    assert len(contents) == 1
+    # The metadata stand in the order of their names, and the numbers on whole words.
+    header = contents.pop()[8:]
+    assert header.index(b'"format"') < header.index(b'"record"')
+    with safe_open(path, framework="pt") as file:
+        assert set(file.metadata()) == {"format", "record"}
+    assert (int.from_bytes(path.read_bytes()[:8], "little") + 8) % 8 == 0
+
+
 def test_saving_leaves_the_model_alone(tmp_path: Path) -> None:
     model = grown("mlp-batchnorm")
     before = snapshot(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -11,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
+from tests.hostile.cases import FEW, MANY, QUIET
 from tests.hostile.readers import READERS, Case
 from tests.hostile.recording import record
 from tests.hostile.watch import Memory, files_below, watched
 
-QUIET = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-FEW, MANY = 25, int(os.environ.get("S3D_FUZZ_CASES", "10000"))
 SECONDS = 30
 
 
