@@ -26,6 +26,7 @@ from s3d_fast.base.tensor_files import read_pickled, read_safetensors
 from s3d_fast.data import Entry, JpegSource
 from s3d_fast.data.images import MOST_BYTES
 from s3d_fast.data.tars import regular_files
+from s3d_fast.growth import checkpoint
 from s3d_fast.models.mlp import MLP
 from s3d_fast.visualize import load_image, load_vgg19
 from tests.data.test_data import cifar_batch, idx, python2_pickle, tar_of
