@@ -24,7 +24,8 @@ from execute import executed  # noqa: E402
 # The public modules; each has a page of the reference.
 MODULES = (
     "s3d_fast",
-    *(f"s3d_fast.{room}" for room in ("models", "schedules", "data", "recipes", "report", "visualize")),
+    *(f"s3d_fast.{room}" for room in ("models", "growth.schedules", "data", "recipes", "report", "visualize")),
+    "s3d_fast.integrations.loggers",
 )
 
 
