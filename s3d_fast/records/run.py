@@ -106,7 +106,8 @@ def read_run(folder: str | Path) -> Run:
     """
     files = RunFolder(folder)
     if not files.path.is_dir():
-        raise FileNotFoundError(f"{files.path} must be the folder of a run, and is not a folder")
+        what = "is not a folder" if files.path.exists() else "does not exist"
+        raise FileNotFoundError(f"{files.path} must be the folder of a run, and {what}")
     about = files.read_about()
     lines, notes = files.read_history()
     phases = {phase.index: phase for phase in lines}

@@ -69,7 +69,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def comparison_table(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a table, its head first, of all phases of all groups: counts and metric as median [min, max].
+    """Return a table, its head first, of all phases of all groups of runs from `read_run`: medians [min, max].
 
     The metric is accuracy, or the first recorded metric if no run has accuracy. The column seeds counts the runs that
     finished training the phase. Epochs and "MACs x samples" are what the network of this phase was given, since the

@@ -183,7 +183,11 @@ def widths_figure(run: Run) -> Figure:
     caption = (
         f"Width of every layer: {wording.whole(sum(first.widths.values()))} in total in the first phase and "
         f"{wording.whole(sum(last.widths.values()))} in the last. "
-        + ("Every part of a bar is what one split added." if run.is_grown else "Bars are the networks in their order.")
+        + (
+            "A bar begins with the first network; every further part is what one split added."
+            if run.is_grown
+            else "Bars are the networks in their order."
+        )
         if first is not last
         else f"Width of every layer in the only phase ({wording.whole(sum(first.widths.values()))} in total)."
     )

@@ -442,7 +442,7 @@ def test_broken_files_are_named(tmp_path: Path, file: str, text: str | None, mes
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="must be the folder of a run, and is not a folder"):
+    with pytest.raises(FileNotFoundError, match="must be the folder of a run, and does not exist"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="folders must name at least one run"):
         write_comparison([], tmp_path)
