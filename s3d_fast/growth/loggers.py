@@ -25,7 +25,9 @@ class Logger(Protocol):
 
 def log_epoch(loggers: Iterable[Logger], earlier: int, epoch: Epoch) -> None:
     """Log an epoch of training; `earlier` is the number of epochs of earlier phases."""
-    _log(loggers, {"train/loss": epoch.loss, "train/learning_rate": epoch.learning_rate}, earlier + epoch.epoch, "epoch")
+    _log(
+        loggers, {"train/loss": epoch.loss, "train/learning_rate": epoch.learning_rate}, earlier + epoch.epoch, "epoch"
+    )
 
 
 def log_phase(loggers: Iterable[Logger], phase: PhaseRecord) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from s3d_fast.base import require
-from s3d_fast.base.random_state import seed_all
 from s3d_fast.base.world import existing
 from s3d_fast.data.torch_sets import TorchSource
 from s3d_fast.growth.grow_step import GrowthStep, grow_step
@@ -79,7 +78,8 @@ class Growing:
             return self.batches
         source = TorchSource.of(loader)
         world = existing()
-        size = min(loader.batch_size or 1, len(source) // world.size)
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        size = min(size, len(source) // world.size)
         count = min(self.batches, len(source) // (size * world.size))
         torch.manual_seed(self.seed)
         # Another draw at every time.
