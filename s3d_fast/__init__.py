@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ __version__ = VERSION
 
 
 class _Package(ModuleType):
-    """This package: its public names are those of `api`, which is imported when one of them is asked for.
+    """This package: its public names are those of `api`.
 
-    `s3d-fast --help` needs none of them, and importing torch takes seconds.
+    They are imported with the package, except by the command line: `s3d-fast --help` needs none of them, and importing
+    torch takes seconds. There, `api` is imported when a name is asked for.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -47,6 +49,6 @@ class _Schedules(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 sys.modules[f"{__name__}.schedules"] = _Schedules(f"{__name__}.schedules")
-if "torch" in sys.modules:
-    # Nothing is gained by waiting, and torch.ops.s3d_fast is complete.
+# `python -m s3d_fast` is "-m" while the package is being found.
+if sys.argv[:1] != ["-m"] and Path(*sys.argv[:1]).stem != "s3d-fast":
     importlib.import_module("s3d_fast.api")

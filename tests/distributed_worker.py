@@ -1,15 +1,20 @@
 """Processes that grow a network together.
 
-    python -m tests.distributed_worker FOLDER
+    python -m tests.distributed_worker deaths FOLDER    every case of DEATHS, in forked processes
+    torchrun -m tests.distributed_worker grow FOLDER    one of several processes
+    torchrun -m tests.distributed_worker elastic FOLDER    one of several processes; rank 1 dies once, in phase 1
 
 First one process grows a network, in the folder "alone", and two processes, in "together". Then, in every case of
 DEATHS, two processes grow a network until one of them dies, and some processes resume the run. A line for each tells
-its stage and how the processes ended. All are forked from one, by torchrun's agent, and have folders of their own.
+its stage and how the processes ended; the last line tells of two nodes with a folder each. All are forked from one, by
+torchrun's agent, and have folders of their own.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +32,7 @@ from s3d_fast.recipes import recipe
 from s3d_fast.recipes.running import Job, run
 from s3d_fast.records.record import Epoch, Phase
 from tests import grow_worker
-from tests.forked import launch
+from tests.forked import launch, launch_nodes
 
 # The stage of phase 1 after which a process dies, its rank, and the number of processes that resume.
 DEATHS = (("train", 1, 1), ("capture", 1, 3), ("solve", 0, 2), ("split", 1, 2), ("half-phase", 0, 2))
@@ -87,7 +92,7 @@ def arm(stage: str) -> None:
         grow_worker.arm_file(how, f"{file}-001")
 
 
-def grow(folder: Path, world: World) -> list[Phase]:
+def grow(folder: Path, world: World, resume: bool = True) -> list[Phase]:
     """Run the recipe; every process saves its weights at the end of every phase."""
     weights: dict[str, torch.Tensor] = {}
     trained = EpochTrainer.__call__
@@ -99,9 +104,10 @@ def grow(folder: Path, world: World) -> list[Phase]:
 
     EpochTrainer.__call__ = watched  # type: ignore[method-assign]
     try:
-        history = run(Job(TINY, data.digits(), out=folder, device="cpu", world=world), resume=True)
+        history = run(Job(TINY, data.digits(), out=folder, device="cpu", world=world), resume=resume)
     finally:
         EpochTrainer.__call__ = trained  # type: ignore[method-assign]
+    folder.mkdir(exist_ok=True)
     save_file(weights, folder / f"rank-{world.rank}.safetensors")
     return history
 
@@ -124,7 +130,36 @@ def die_and_resume(folder: Path) -> None:
         phases = len(list((folder / stage).glob("phase-*.safetensors")))
         resumed = launch(ranks_after, grow_in_one_process, folder / stage)
         print(json.dumps({"stage": stage, "died": asdict(died), "phases": phases, "resumed": asdict(resumed)}))
+    print(json.dumps({"stage": "nodes", **on_two_nodes(folder)}))
+
+
+def grow_and_die_once(folder: Path) -> None:
+    """Grow without being told to resume; the second process dies in phase 1, but not after a restart."""
+    torch.set_num_threads(1)
+    with joined(torch.device("cpu")) as everyone:
+        if everyone.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            arm("capture")
+        grow(folder, everyone, resume=False)
+
+
+def on_two_nodes(folder: Path) -> dict[str, Any]:
+    """Grow on two nodes with a folder each: at once, and with a death, after which the nodes change places."""
+    a, b, c, d = (folder / name for name in "abcd")
+    told: dict[str, Any] = {"whole": launch_nodes(grow_in_one_process, [(a,), (b,)])}
+    told["died"] = launch_nodes(grow_in_one_process, [(c, "capture", 1), (d, "capture", 1)])
+    # Which node is the first is torchrun's choice.
+    first, second = (c, d) if c.exists() else (d, c)
+    told["only one has files"] = not second.exists()
+    shutil.move(first, second)
+    told["resumed"] = launch_nodes(grow_in_one_process, [(c,), (d,)])
+    return told
 
 
 if __name__ == "__main__":
-    die_and_resume(Path(sys.argv[1]))
+    command, place = sys.argv[1], Path(sys.argv[2])
+    if command == "grow":
+        grow_in_one_process(place)
+    elif command == "elastic":
+        grow_and_die_once(place)
+    else:
+        die_and_resume(place)

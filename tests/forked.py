@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,25 @@ class Launched:
     left: list[str]
 
 
-def launch(ranks: int, function: Callable[..., Any], *arguments: Any) -> Launched:
-    """Run a function in several processes under torchrun's agent, which ends all of them if one dies."""
+def launch(
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    nodes: int = 1,
+    port: int = 0,
+    run_id: str | None = None,
+) -> Launched:
+    """Run a function in several processes under torchrun's agent, which ends all of them if one dies.
+
+    With several nodes, this is the agent of one of them; all have the same port and id.
+    """
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=nodes,
+        max_nodes=nodes,
         nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
+        run_id=run_id or uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=f"localhost:{port}",
         max_restarts=0,
         monitor_interval=0.05,
         start_method="fork",
@@ -49,6 +60,31 @@ def launch(ranks: int, function: Callable[..., Any], *arguments: Any) -> Launche
     seconds = time.monotonic() - began
     mark = os.environ.get(MARK)
     return Launched(report, seconds, [] if mark is None else processes_with(mark, but=os.getpid()))
+
+
+def launch_nodes(function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[str]:
+    """Run a function in a process on each of several nodes, with an agent each, on this machine; return their reports."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    run_id, agents = uuid.uuid4().hex, []
+    for own in arguments:
+        readable, writable = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                done = launch(1, function, *own, nodes=len(arguments), port=port, run_id=run_id)
+                os.write(writable, done.report.encode())
+            finally:
+                os._exit(0)
+        os.close(writable)
+        agents.append((child, readable))
+    reports = []
+    for child, readable in agents:
+        with open(readable, "rb") as pipe:
+            reports.append(pipe.read().decode())
+        os.waitpid(child, 0)
+    return reports
 
 
 def _patient(function: Callable[..., Any], *arguments: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import s3d_fast as s3d
+from s3d_fast.base.random_state import seed_all
+from s3d_fast.base.world import ALONE, World, existing, joined
 from s3d_fast.splitting import surgery
+from tests import grow_worker
 from tests.forked import launch
 
 WHOLE = states.StateDictOptions(full_state_dict=True)
@@ -186,11 +190,154 @@ def save_and_load_a_checkpoint(folder: Path) -> None:
         assert torch.equal(fresh.state_dict()[name], tensor), name
 
 
+def step_inside_ddp(folder: Path) -> None:
+    """Grow inside DistributedDataParallel in one call: the same wrapper goes on, with all options and hooks."""
+    inner = build()
+    model = DistributedDataParallel(inner, find_unused_parameters=True, bucket_cap_mb=3)
+    called: list[int] = []
+    model.register_forward_hook(lambda *rest: called.append(1))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    ema = torch.optim.swa_utils.AveragedModel(inner)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, optimizer)
+    # The caller has the module inside the wrapper alone, as a trainer's callback has.
+    grown = s3d.grow_step(inner, F.mse_loss, [data(dist.get_rank())], optimizer, also=[ema], top_k=3)
+    assert len(grown.plan) == 3
+    assert sum(inner[place].out_features for place in (0, 3)) == 14
+    assert [tuple(p.shape) for p in ema.module.parameters()] == [tuple(p.shape) for p in inner.parameters()]
+    assert (model.find_unused_parameters, model.bucket_bytes_cap, len(model._comm_hooks)) == (True, 3 * 2**20, 1)
+    for _ in range(2):
+        train(model, optimizer)
+    assert len(called) == 3
+    assert_the_same_everywhere(dict(inner.named_parameters()))
+
+    # An error in one process is an error in all, and changes nothing.
+    before = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
+    x, target = data(0)
+    bad = [(x, target * (float("nan") if dist.get_rank() == 1 else 1.0))]
+    with pytest.raises((ValueError, RuntimeError), match="the loss of batch 0 is not finite"):
+        s3d.grow_step(model, F.mse_loss, bad, optimizer)
+    assert all(torch.equal(tensor, inner.state_dict()[name]) for name, tensor in before.items())
+    train(model, optimizer)
+
+
+def step_on_shards(folder: Path) -> None:
+    """Grow a model that `fully_shard` has divided in one call: the splits are those of all batches."""
+    model = sharded_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, optimizer)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    plain = s3d.unsharded(model)
+    every = [data(rank) for rank in range(dist.get_world_size())]
+    alone = s3d.grow_step(plain, F.mse_loss, every, top_k=3, world=ALONE)
+    together = s3d.grow_step(model, F.mse_loss, [data(dist.get_rank())], optimizer, top_k=3)
+    assert together.loss == pytest.approx(alone.loss, rel=1e-12)
+    assert [(one.unit, one.neuron) for one in together.plan.splits] == [
+        (one.unit, one.neuron) for one in alone.plan.splits
+    ]
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    for (name, mine), theirs in zip(s3d.unsharded(model).named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, msg=name)
+    train(model, optimizer)
+
+
+def train_with_batchnorm_over_all(folder: Path) -> None:
+    """Two processes train as one does on all samples, with BatchNorm over all processes; without it they do not."""
+    everyone = existing()
+
+    def trained(world: World, sync: bool) -> dict[str, Tensor]:
+        model = build()
+        batches = [data(rank) for rank in range(2)]
+        whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        loader = [whole] if world.size == 1 else [batches[world.rank]]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = s3d.EpochTrainer(loader, F.mse_loss, 3, world=world, sync_batchnorm=sync)
+        trainer(model, optimizer, 0)
+        assert not any("forward" in vars(module) for module in model.modules())
+        return model.state_dict()
+
+    expected, found, apart = trained(ALONE, False), trained(everyone, True), trained(everyone, False)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+    assert not torch.allclose(apart["0.weight"], expected["0.weight"], rtol=1e-6)
+
+
+def drop_other_units(folder: Path) -> None:
+    """Dropout draws other masks in every process, the order of the data stays common, and both repeat themselves."""
+
+    class Watched(nn.Dropout):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            masks.append((y == 0).clone())
+            return y
+
+    masks: list[Tensor] = []
+    orders: list[Tensor] = []
+
+    def run() -> tuple[Tensor, Tensor]:
+        masks.clear(), orders.clear()
+        seed_all(5)
+        torch_model = nn.Sequential(nn.Linear(3, 40), Watched(0.5), nn.Linear(40, 2)).double()
+
+        class Shuffled:
+            def __len__(self) -> int:
+                return 2
+
+            def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+                for _ in range(2):
+                    orders.append(torch.randperm(8))
+                    x, target = data(0)
+                    yield x[orders[-1]], target[orders[-1]]
+
+        optimizer = torch.optim.SGD(torch_model.parameters(), lr=0.1)
+        s3d.EpochTrainer(Shuffled(), F.mse_loss, 2)(torch_model, optimizer, 0)
+        return torch.stack(masks), torch.stack(orders)
+
+    mine, order = run()
+    again, order_again = run()
+    assert torch.equal(mine, again)
+    assert torch.equal(order, order_again)
+    assert not torch.equal(order[0], order[2])
+    assert not torch.equal(mine[0], mine[2])
+    theirs, common = mine.to(torch.uint8), order.clone()
+    dist.broadcast(theirs, 0)
+    dist.broadcast(common, 0)
+    assert torch.equal(common, order)
+    assert torch.equal(theirs, mine.to(torch.uint8)) == (dist.get_rank() == 0)
+
+
+def use_the_group_that_exists(folder: Path) -> None:
+    """A process group that somebody else has made is used, and is still there afterwards."""
+    with joined(torch.device("cpu")) as world:
+        assert (world.rank, world.size) == (dist.get_rank(), 2)
+    assert dist.is_initialized()
+    assert grow_worker.grower(None).world == world
+    assert world.everyone(world.rank) == [0, 1]
+    with pytest.raises((ValueError, RuntimeError), match="only here"):
+        world.from_first(lambda: fail("only here"))
+    sent = {"half": torch.full((2, 2), float(world.rank), dtype=torch.bfloat16), "none": torch.empty(0, 3)}
+    sent |= {"flag": torch.tensor(world.rank == 1), "word": torch.tensor(world.rank + 5)}
+    got = world.same_tensors(sent, source=1)
+    assert torch.equal(got["half"], torch.ones(2, 2, dtype=torch.bfloat16))
+    assert (bool(got["flag"]), int(got["word"]), tuple(got["none"].shape)) == (True, 6, (0, 3))
+
+
+def fail(message: str) -> None:
+    """Raise an error."""
+    raise ValueError(message)
+
+
 CASES: dict[str, tuple[int, Callable[[Path], None]]] = {
     "ddp": (2, grow_inside_ddp),
     "sharded-1": (1, grow_what_is_sharded),
     "sharded-2": (2, grow_what_is_sharded),
     "checkpoint": (2, save_and_load_a_checkpoint),
+    "step-ddp": (2, step_inside_ddp),
+    "step-sharded": (2, step_on_shards),
+    "batchnorm": (2, train_with_batchnorm_over_all),
+    "dropout": (2, drop_other_units),
+    "group": (2, use_the_group_that_exists),
 }
 
 

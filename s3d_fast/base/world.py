@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,11 +165,42 @@ def joined(device: torch.device) -> Iterator[World]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if launch_id() is None:
+        dist.init_process_group(backend)
+    else:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(backend, store=_store_of_this_attempt(rank, size), rank=rank, world_size=size)
     try:
         yield World(dist.get_rank(), size, device)
     finally:
         dist.destroy_process_group()
+
+
+def _store_of_this_attempt(rank: int, size: int) -> dist.Store:
+    """Return a store that holds nothing from before a restart, the same in all processes.
+
+    Torchrun's store may live on when it restarts processes. A process could then find addresses of those that have
+    died, and fail to reach them. So the first process makes a prefix for all keys, and gives it to every process that
+    answers now; the number of restarts does not serve, since it can differ between nodes.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, size))
+    if rank > 0:
+        own = uuid.uuid4().hex
+        store.set(f"s3d_fast/asks/{rank}", own)
+        prefix = store.get(f"s3d_fast/told/{own}").decode()
+        store.set(f"s3d_fast/{prefix}/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    prefix, silent = uuid.uuid4().hex, list(range(1, size))
+    while silent:
+        for other in silent:
+            asks = f"s3d_fast/asks/{other}"
+            if store.check([asks]):
+                # An old question does no harm: nobody waits for its answer, and the new one is seen in the next round.
+                store.set(f"s3d_fast/told/{store.get(asks).decode()}", prefix)
+        silent = [other for other in silent if not store.check([f"s3d_fast/{prefix}/{other}"])]
+        time.sleep(0.01)
+    return dist.PrefixStore(prefix, store)
 
 
 def launch_id() -> str | None:

@@ -65,8 +65,13 @@ class TorchSource:
             return given
         if not isinstance(given, torch_data.DataLoader):
             return cls(given)
-        batched = given.batch_sampler
-        own = given.sampler if batched is None or type(batched) is torch_data.BatchSampler else batched
+        batched: Any = given.batch_sampler
+        # Accelerate wraps it, to divide batches between processes.
+        while isinstance(getattr(batched, "batch_sampler", None), torch_data.Sampler):
+            batched = batched.batch_sampler
+        own = given.sampler if batched is None else batched
+        if type(own) is torch_data.BatchSampler:
+            own = own.sampler
         replaced = isinstance(own, _ORDERS) and not getattr(own, "replacement", False)
         if not isinstance(given.dataset, torch_data.IterableDataset) and not replaced:
             raise ValueError(

@@ -78,7 +78,8 @@ class Growing:
             return self.batches
         source = TorchSource.of(loader)
         world = existing()
-        size = min(loader.batch_size or 1, len(source) // world.size)
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        size = min(size, len(source) // world.size)
         count = min(self.batches, len(source) // (size * world.size))
         torch.manual_seed(self.seed)
         # Another draw at every time.

@@ -97,7 +97,9 @@ class RunFolder:
 
     def _epoch(self) -> Path:
         """Return the path of the epoch checkpoint of the first unfinished phase."""
-        return self.file("epoch", len(self._finished()))
+        finished = self._finished()
+        # By its number: a process that resumed from another's checkpoint has no files of earlier phases.
+        return self.file("epoch", int(finished[-1].stem.rpartition("-")[2]) + 1 if finished else 0)
 
     def write_spectra(self, phase: int, spectra: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Write lambda_min and lambda_max of the filters of every unit, as UNIT/lambda_min and UNIT/lambda_max."""
