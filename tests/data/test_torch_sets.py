@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -35,7 +36,7 @@ def test_batches_hold_every_sample_once_in_a_random_order() -> None:
     source = data.TorchSource(Noisy())
     torch.manual_seed(1)
     first, second = indices(source.batches(4, train=True)), indices(source.batches(4, train=True))
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(12))
+    assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == list(range(12))
     assert first != second
     assert indices(source.batches(5)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
 

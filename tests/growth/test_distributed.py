@@ -162,8 +162,10 @@ def test_torchrun_on_two_nodes_and_the_command_line(tmp_path: Path) -> None:
     def run(*options: str) -> None:
         nodes = [
             subprocess.Popen(
-                [*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--master-addr=localhost", "--master-port=29611"]
-                + ["-m", "s3d_fast", "grow", "digits", *small, "--out", str(tmp_path / f"node-{node}"), *options],
+                [
+                    *(*TORCHRUN, "--nnodes=2", f"--node-rank={node}", "--master-addr=localhost", "--master-port=29611"),
+                    *("-m", "s3d_fast", "grow", "digits", *small, "--out", str(tmp_path / f"node-{node}"), *options),
+                ],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stderr=subprocess.PIPE,
