@@ -63,7 +63,7 @@ def launch(
 
 
 def launch_nodes(function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[str]:
-    """Run a function in a process on each of several nodes of this machine, with an agent each; return their reports."""
+    """Run a function in a process on each of several nodes of this machine, an agent each; return their reports."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 Value = TypeVar("Value")
@@ -177,20 +178,20 @@ def joined(device: torch.device) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def _store_of_this_attempt(rank: int, size: int) -> dist.Store:
+def _store_of_this_attempt(rank: int, size: int) -> Any:
     """Return a store that holds nothing from before a restart, the same in all processes.
 
     Torchrun's store may live on when it restarts processes. A process could then find addresses of those that have
     died, and fail to reach them. So the first process makes a prefix for all keys, and gives it to every process that
     answers now; the number of restarts does not serve, since it can differ between nodes.
     """
-    store, _, _ = next(dist.rendezvous("env://", rank, size))
+    store, _, _ = next(rendezvous("env://", rank, size))
     if rank > 0:
         own = uuid.uuid4().hex
         store.set(f"s3d_fast/asks/{rank}", own)
         prefix = store.get(f"s3d_fast/told/{own}").decode()
         store.set(f"s3d_fast/{prefix}/{rank}", "")
-        return dist.PrefixStore(prefix, store)
+        return dist.distributed_c10d.PrefixStore(prefix, store)
     prefix, silent = uuid.uuid4().hex, list(range(1, size))
     while silent:
         for other in silent:
@@ -200,7 +201,7 @@ def _store_of_this_attempt(rank: int, size: int) -> dist.Store:
                 store.set(f"s3d_fast/told/{store.get(asks).decode()}", prefix)
         silent = [other for other in silent if not store.check([f"s3d_fast/{prefix}/{other}"])]
         time.sleep(0.01)
-    return dist.PrefixStore(prefix, store)
+    return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
 def launch_id() -> str | None:

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_command_line_starts_without_torch(arguments: list[str]) -> None:
     code = f"""
 import sys, time
+sys.argv = ["s3d-fast"]
 start = time.perf_counter()
 from s3d_fast.commands.main import main
 try:
