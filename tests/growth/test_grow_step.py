@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import s3d_fast as s3d
-from s3d_fast.capture.chain import GROWTH_FLOOR
+from s3d_fast.capture.curvature import GROWTH_FLOOR
 from s3d_fast.models import MLP
 
 
