@@ -404,7 +404,8 @@ model = MLP([100, 120, 120, 10]).eval()
 batches = [(torch.randn(4000, 100), torch.randint(10, (4000,))) for _ in range(20)]
 graph = s3d.trace(model, batches[0][0][:2])
 free = forked(None)
-print(json.dumps([free, forked(free[1] // 10)]))
+# Beside other processes, a peak is higher at times: the lower of two is what is needed.
+print(json.dumps([free, min(forked(free[1] // 10) for _ in range(2))]))
 """
 
 

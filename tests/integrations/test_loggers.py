@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from s3d_fast.growth.record import Phase
 from s3d_fast.integrations.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
-from s3d_fast.records.record import Phase
 from tests import grow_worker
 
 TAGS = {"train/loss", "test/accuracy", "size/params", "size/filters", "split/predicted", "width/layers.0"}
@@ -67,8 +68,8 @@ def test_tensorboard(followed: tuple[Notes, list[Phase]], tmp_path: Path) -> Non
     replay(followed[0], TensorBoardLogger(tmp_path / "events"))
     events = event_accumulator.EventAccumulator(str(tmp_path / "events")).Reload()
     assert set(events.Tags()["scalars"]) >= TAGS
-    found = [(one.step, one.value) for one in events.Scalars("train/loss")]
-    assert found == pytest.approx(followed[0].of("train/loss"))
+    found = {one.step: one.value for one in events.Scalars("train/loss")}
+    assert found == pytest.approx(dict(followed[0].of("train/loss")))
 
 
 @pytest.mark.filterwarnings("default")
@@ -105,12 +106,12 @@ def test_mlflow(followed: tuple[Notes, list[Phase]], tmp_path: Path, monkeypatch
     run = client.create_run(client.create_experiment("growth"))
     replay(followed[0], MLflowLogger(run.info.run_id, client))
     history = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(one.step, one.value) for one in history] == pytest.approx(followed[0].of("train/loss"))
+    assert {one.step: one.value for one in history} == pytest.approx(dict(followed[0].of("train/loss")))
     assert set(client.get_run(run.info.run_id).data.metrics) >= TAGS
 
 
 @pytest.mark.parametrize(("make", "library"), [(WandbLogger, "wandb"), (MLflowLogger, "mlflow")])
 def test_a_missing_library_is_named(make: type, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, library, None)
+    monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(RuntimeError, match=rf"needs {library}, which is not installed: pip install {library}"):
         make()
