@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from s3d_fast.growth.record import Phase
 from s3d_fast.integrations.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
+from s3d_fast.records.record import Phase
 from tests import grow_worker
 
 TAGS = {"train/loss", "test/accuracy", "size/params", "size/filters", "split/predicted", "width/layers.0"}
