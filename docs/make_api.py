@@ -7,13 +7,15 @@ from pathlib import Path
 
 import s3d_fast
 from s3d_fast import data, models, recipes, report, schedules, visualize
+from s3d_fast.integrations import loggers
 
 
 def api() -> str:
     """Return the text of docs/api.md."""
     lines = ["# Public names", "", "Made from the docstrings by `python docs/make_api.py`; `help(name)` says more.", ""]
     rooms = {"models": models, "schedules": schedules, "data": data, "recipes": recipes, "report": report}
-    for title, module in {"": s3d_fast, **rooms, "visualize": visualize}.items():
+    rooms |= {"visualize": visualize, "integrations.loggers": loggers}
+    for title, module in {"": s3d_fast, **rooms}.items():
         lines += [f"## {'.'.join(filter(None, ('s3d_fast', title)))}", "", "| name | what it is |", "|---|---|"]
         for name in sorted(module.__all__, key=str.lower):
             item = getattr(module, name)
