@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -29,7 +30,7 @@ class AllOrNothing:
             self._lists += [(value, list(value)) for value in held if isinstance(value, list)]
         if optimizer is not None:
             tables += [optimizer.state, *optimizer.param_groups]
-        self._before = [(table, dict(table)) for table in tables]
+        self._before = [(table, dict(table.items())) for table in tables]
         self._written: list[tuple[Tensor, Tensor]] = []
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
@@ -58,10 +59,26 @@ class AllOrNothing:
                 tensor, values = self._written.pop()
                 tensor.copy_(values)
         for table, entries in self._before:
-            table.clear()
-            table.update(entries)
-        for changed, items in self._lists:
-            changed[:] = items
+            _restore(table, entries)
+        for held, items in self._lists:
+            if len(held) != len(items) or any(one is not other for one, other in zip(held, items, strict=True)):
+                list.__setitem__(held, slice(None), items)
+
+
+def _restore(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    """Give a dict its old entries, in their old order; a dict that has them is not touched.
+
+    A class derived from dict may forbid changes, so its own methods are not used.
+    """
+    kind: Any = OrderedDict if isinstance(table, OrderedDict) else dict
+    now = kind.items(table)
+    if len(table) == len(entries) and all(
+        key is other and value is old for (key, value), (other, old) in zip(now, entries.items(), strict=True)
+    ):
+        return
+    kind.clear(table)
+    for key, value in entries.items():
+        kind.__setitem__(table, key, value)
 
 
 def set_size(module: nn.Module, name: str, size: int) -> None:
