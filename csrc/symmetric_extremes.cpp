@@ -79,7 +79,8 @@ void compute(const Tensor& S, const Tensor& values, const Tensor& vectors) {
         double* value = all_values + 2 * j;
         double* vector = all_vectors + 2 * j * n;
         double* const ends[2] = {vector, vector + n};
-        tridiagonal::extremes(diagonal, off_diagonal, n, work, value, ends);
+        const double *const diagonals[] = {diagonal}, *const couplings[] = {off_diagonal};
+        tridiagonal::extremes(diagonals, couplings, &n, 1, work, value, ends);
         value[0] *= unit, value[1] *= unit;
         for (double* end : ends) {
             for (int64_t k = n - 2; k >= 0; --k) {

@@ -1,4 +1,4 @@
-// Finds the extreme eigenpairs of one symmetric tridiagonal matrix T.
+// Finds the extreme eigenpairs of symmetric tridiagonal matrices T, and bounds the eigenvalues that they have missed.
 #pragma once
 
 #include <algorithm>
@@ -7,28 +7,6 @@
 #include <limits>
 
 namespace s3d::tridiagonal {
-
-// Returns how many eigenvalues of T lie below x. `squares` holds the squares of the off-diagonal.
-inline int64_t count_below(const double* diagonal, const double* squares, int64_t n, double x, double tiny) {
-    int64_t below = 0;
-    double pivot = 1;
-    for (int64_t i = 0; i < n; ++i) {
-        pivot = diagonal[i] - x - (i ? squares[i - 1] / pivot : 0);
-        if (std::abs(pivot) < tiny) pivot = -tiny;
-        below += pivot < 0;
-    }
-    return below;
-}
-
-// Returns eigenvalue number `which` by bisection, to a few units in the last place of the spectral radius.
-inline double bisect(const double* diagonal, const double* squares, int64_t n, int64_t which, double low, double high,
-                     double tiny) {
-    while (true) {
-        const double middle = low + (high - low) / 2;
-        if (middle <= low || middle >= high || high - low <= 4 * tiny) return middle;
-        (count_below(diagonal, squares, n, middle, tiny) > which ? high : low) = middle;
-    }
-}
 
 // Finds the unit eigenvector of an eigenvalue by inverse iteration. T - value is singular except for rounding, so its
 // factorization exchanges rows. `work` has room for 5 n numbers.
@@ -80,48 +58,151 @@ inline void eigenvector(const double* diagonal, const double* off, int64_t n, do
     }
 }
 
-// Returns the scratch memory that `extremes` needs, in numbers.
-inline int64_t work_size(int64_t n) { return 8 * n; }
+// The matrices whose eigenvalues bisection finds together: the processor works on independent divisions at once.
+constexpr int64_t LANES = 8;
 
-// Finds the smallest and the largest eigenvalue, and their unit eigenvectors, of the matrix with this diagonal (n) and
-// off-diagonal (n - 1). If an entry is not finite, both eigenvalues are NaN.
-template <typename T>
-void extremes(const T* diagonal, const T* off_diagonal, int64_t n, double* work, double values[2],
-              double* const vectors[2]) {
-    double *d = work, *off = d + n, *squares = off + n, *rest = squares + n;
-    // Divide the matrix by its largest entry, so that no square overflows or underflows.
-    double largest = 0;
-    bool finite = true;
-    const auto see = [&](double entry) {
-        largest = std::max(largest, std::abs(entry));
-        finite &= std::isfinite(entry);
-    };
-    for (int64_t i = 0; i < n; ++i) see(diagonal[i]);
-    for (int64_t i = 0; i + 1 < n; ++i) see(off_diagonal[i]);
-    if (largest == 0 || !finite) {
-        values[0] = values[1] = finite ? 0 : std::numeric_limits<double>::quiet_NaN();
-        for (int end = 0; end < 2; ++end) {
-            std::fill(vectors[end], vectors[end] + n, 0.);
-            vectors[end][0] = 1;
+// Finds the smallest eigenvalue of LANES matrices by bisection, to a few units in the last place of their spectral
+// radii. Entry (i, lane) of `diagonal` and `squares` is at [i * LANES + lane]. Row i of `squares` holds the squares of
+// the couplings between entries i - 1 and i; its first row is zero. A matrix smaller than n has infinite entries at its
+// end.
+inline void smallest(const double* diagonal, const double* squares, int64_t n, double* low, double* high,
+                     const double* tiny) {
+    while (true) {
+        double middle[LANES], pivot[LANES], lowest[LANES];
+        bool done = true;
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+            middle[lane] = low[lane] + (high[lane] - low[lane]) / 2;
+            done &= middle[lane] <= low[lane] || middle[lane] >= high[lane] || high[lane] - low[lane] <= 4 * tiny[lane];
+            pivot[lane] = lowest[lane] = 1;
         }
-        return;
+        if (done) {
+            std::copy(middle, middle + LANES, low);
+            return;
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            for (int64_t lane = 0; lane < LANES; ++lane) {
+                const double next = diagonal[i * LANES + lane] - middle[lane] - squares[i * LANES + lane] / pivot[lane];
+                pivot[lane] = std::abs(next) < tiny[lane] ? -tiny[lane] : next;
+                lowest[lane] = std::min(lowest[lane], pivot[lane]);
+            }
+        }
+        // A negative pivot: an eigenvalue lies below.
+        for (int64_t lane = 0; lane < LANES; ++lane) (lowest[lane] < 0 ? high : low)[lane] = middle[lane];
     }
-    // Gershgorin's circles bound the spectrum.
-    double low = 0, high = 0;
+}
+
+// Returns the scratch memory that `extremes` needs, in numbers.
+inline int64_t work_size(int64_t n) { return (2 * LANES + 7) * n; }
+
+// Finds the smallest and the largest eigenvalue, and their unit eigenvectors, of up to LANES / 2 matrices; matrix j has
+// the diagonal diagonals[j] (sizes[j]) and the off-diagonal off_diagonals[j] (sizes[j] - 1). values[2 * j + end] and
+// vectors[2 * j + end] get the results. If an entry is not finite, both eigenvalues are NaN.
+template <typename T>
+void extremes(const T* const* diagonals, const T* const* off_diagonals, const int64_t* sizes, int64_t count,
+              double* work, double* values, double* const* vectors) {
+    const int64_t n = *std::max_element(sizes, sizes + count);
+    double *entries = work, *squares = entries + LANES * n, *rest = squares + LANES * n;
+    double low[LANES] = {}, high[LANES] = {}, tiny[LANES], largest[LANES / 2] = {};
+    bool regular[LANES / 2] = {};
+    std::fill(entries, entries + LANES * n, std::numeric_limits<double>::infinity());
+    std::fill(squares, squares + LANES * n, 0.);
+    std::fill(tiny, tiny + LANES, 1.);
+    for (int64_t j = 0; j < count; ++j) {
+        const T *diagonal = diagonals[j], *off = off_diagonals[j];
+        bool finite = true;
+        const auto see = [&](double entry) {
+            largest[j] = std::max(largest[j], std::abs(entry));
+            finite &= std::isfinite(entry);
+        };
+        for (int64_t i = 0; i < sizes[j]; ++i) see(diagonal[i]);
+        for (int64_t i = 0; i + 1 < sizes[j]; ++i) see(off[i]);
+        regular[j] = finite && largest[j] > 0;
+        if (!regular[j]) {
+            for (int64_t end = 2 * j; end < 2 * j + 2; ++end) {
+                values[end] = finite ? 0 : std::numeric_limits<double>::quiet_NaN();
+                std::fill(vectors[end], vectors[end] + sizes[j], 0.);
+                vectors[end][0] = 1;
+            }
+            continue;
+        }
+        // Divide the matrix by its largest entry, so that no square overflows or underflows. Gershgorin's circles bound
+        // the spectrum. The largest eigenvalue is minus the smallest one of -T.
+        double bottom = 0, top = 0, before = 0;
+        for (int64_t i = 0; i < sizes[j]; ++i) {
+            const double d = diagonal[i] / largest[j];
+            const double coupling = i + 1 < sizes[j] ? std::abs(static_cast<double>(off[i])) / largest[j] : 0;
+            bottom = std::min(bottom, d - before - coupling);
+            top = std::max(top, d + before + coupling);
+            for (int64_t end = 0; end < 2; ++end) {
+                entries[i * LANES + 2 * j + end] = end ? -d : d;
+                squares[i * LANES + 2 * j + end] = before * before;
+            }
+            before = coupling;
+        }
+        const double last = std::numeric_limits<double>::epsilon() * std::max(-bottom, top) / 4;
+        for (int64_t end = 0; end < 2; ++end) {
+            tiny[2 * j + end] = last;
+            low[2 * j + end] = (end ? -top : bottom) - 8 * last;
+            high[2 * j + end] = (end ? -bottom : top) + 8 * last;
+        }
+    }
+    smallest(entries, squares, n, low, high, tiny);
+    for (int64_t j = 0; j < count; ++j) {
+        if (!regular[j]) continue;
+        double *d = rest, *off = d + sizes[j];
+        for (int64_t i = 0; i < sizes[j]; ++i) {
+            d[i] = diagonals[j][i] / largest[j];
+            off[i] = i + 1 < sizes[j] ? off_diagonals[j][i] / largest[j] : 0;
+        }
+        for (int64_t end = 0; end < 2; ++end) {
+            const double found = end ? -low[2 * j + end] : low[2 * j + end];
+            values[2 * j + end] = found * largest[j];
+            eigenvector(d, off, sizes[j], found, tiny[2 * j], off + sizes[j], vectors[2 * j + end]);
+        }
+    }
+}
+
+// Returns whether sum_i phi_i(mu)^2 >= growth for i = 0 ... n, where phi_i are the Lanczos polynomials of T. mu lies
+// `width` beyond the extreme eigenvalue at an end of T's spectrum (sign = 1: the largest). The pivots of
+// sign (mu - T) are positive there, up to rounding: phi_i(mu) / phi_(i - 1)(mu) = pivot_i / off_diagonal_i.
+inline bool has_grown(const double* diagonal, const double* off, int64_t n, double mu, double sign, double growth) {
+    double pivot = 1, square = 0, term = 1, total = 1;
+    for (int64_t i = 0; i < n; ++i) {
+        pivot = sign * (mu - diagonal[i]) - square / pivot;
+        if (!(pivot > 0)) return false;
+        const double ratio = pivot / off[i];
+        term *= ratio * ratio;
+        total += term;
+        if (total >= growth) return true;
+        square = off[i] * off[i];
+    }
+    return false;
+}
+
+// Returns the least width with growth at an end, up to a factor of 2^(1/16), rounded up: see
+// reference.certified_widths. `work` has room for 2 n numbers.
+template <typename T>
+double certified_width(const T* diagonal, const T* off_diagonal, int64_t n, double value, double sign, double growth,
+                       double* work) {
+    double *d = work, *off = d + n, largest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        largest = std::max(
+            {largest, std::abs(static_cast<double>(diagonal[i])), std::abs(static_cast<double>(off_diagonal[i]))});
+    }
+    if (off_diagonal[n - 1] == 0) return 0;
+    if (!std::isfinite(largest) || !std::isfinite(value)) return std::numeric_limits<double>::infinity();
     for (int64_t i = 0; i < n; ++i) {
         d[i] = diagonal[i] / largest;
-        off[i] = i + 1 < n ? off_diagonal[i] / largest : 0;
-        squares[i] = off[i] * off[i];
-        const double reach = std::abs(off[i]) + (i ? std::abs(off[i - 1]) : 0);
-        low = std::min(low, d[i] - reach);
-        high = std::max(high, d[i] + reach);
+        off[i] = off_diagonal[i] / largest;
     }
-    const double tiny = std::numeric_limits<double>::epsilon() * std::max(-low, high) / 4;
-    for (int end = 0; end < 2; ++end) {
-        const double found = bisect(d, squares, n, end ? n - 1 : 0, low - 8 * tiny, high + 8 * tiny, tiny);
-        values[end] = found * largest;
-        eigenvector(d, off, n, found, tiny, rest, vectors[end]);
+    // The first pivot over the first coupling exceeds the root of `growth` at the upper end.
+    double low = -52, high = std::log2(growth) / 2 + 1;
+    while (high - low > 1. / 16) {
+        const double middle = low + (high - low) / 2;
+        const double mu = value / largest + sign * std::exp2(middle);
+        (has_grown(d, off, n, mu, sign, growth) ? high : low) = middle;
     }
+    return std::exp2(high) * largest;
 }
 
 }  // namespace s3d::tridiagonal

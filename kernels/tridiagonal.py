@@ -1,4 +1,6 @@
-"""The extreme eigenpairs of many small symmetric tridiagonal matrices: bisection, then inverse iteration, in float64.
+"""Many small symmetric tridiagonal matrices in float64: their extreme eigenpairs, and the widths that certify these.
+
+The eigenpairs come from bisection, then inverse iteration.
 
 A lane computes one end of the spectrum of one matrix. A program goes through its matrices entry by entry, all lanes at
 once. Each lane keeps the factors of its matrix in its own part of `work`. There is a barrier wherever a loop reads what
@@ -20,6 +22,8 @@ LANES, SHIFTS, WARPS = 256 if INTERPRETED else 8, 8, 1
 # Each round keeps one of SHIFTS + 1 parts of the interval; 9^18 > 2^57 resolves the last bit of the spectral radius.
 ROUNDS = 18
 EPSILON = tl.constexpr(2.0**-52)
+# The resolution of certified widths, in octaves.
+RESOLUTION = tl.constexpr(1 / 16)
 
 
 @triton.jit
@@ -177,6 +181,80 @@ def extremes_kernel(
         norm = size * tl.sqrt(tl.where(squares > 0, squares, 1.0))
         for i in range(steps):
             tl.store(x_first + i, tl.load(x_first + i, mask=regular, other=0.0) / norm, mask=regular)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def widths_kernel(
+    alpha,  # (M, ...) with row stride a_row
+    beta,  # (M, ...) with row stride b_row
+    length,  # (M,), int64
+    values,  # (M, 2)
+    growth,  # (M,)
+    widths,  # (M, 2)
+    lanes,
+    steps,
+    a_row,
+    b_row,
+    LANES: tl.constexpr,
+):
+    """The least w with sum_i phi_i(theta -+ w)^2 >= growth; phi_i / phi_(i - 1) = pivot_i / beta_i."""
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    inside = lane < lanes
+    matrix = lane // 2
+    sign = tl.where(lane % 2 == 1, tl.full((LANES,), 1.0, tl.float64), -1.0)
+    n = tl.load(length + matrix, mask=inside, other=1)
+    diagonal, coupling = alpha + matrix * a_row, beta + matrix * b_row
+    theta = tl.load(values + lane, mask=inside, other=0.0)
+    other = tl.load(values + (lane ^ 1), mask=inside, other=0.0)
+    wanted = tl.load(growth + matrix, mask=inside, other=4.0)
+    last = tl.load(coupling + n - 1, mask=inside, other=0.0)
+
+    largest = tl.zeros((LANES,), tl.float64)
+    finite = inside & (tl.abs(theta) < float("inf")) & (tl.abs(other) < float("inf"))
+    for i in range(steps):
+        d = tl.load(diagonal + i, mask=inside & (i < n), other=0.0).to(tl.float64)
+        off = tl.load(coupling + i, mask=inside & (i < n), other=0.0).to(tl.float64)
+        finite = finite & (tl.abs(d) < float("inf")) & (tl.abs(off) < float("inf"))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(d), tl.abs(off)))
+    regular = finite & (last != 0)
+    scale = tl.where(regular, largest, 1.0)
+
+    low = tl.full((LANES,), -52.0, tl.float64)
+    high = tl.log2(wanted) / 2 + 1
+    while tl.max(high - low, 0) > RESOLUTION:
+        middle = low + (high - low) / 2
+        mu = theta / scale + sign * tl.exp2(middle)
+        pivot, square = tl.full((LANES,), 1.0, tl.float64), tl.zeros((LANES,), tl.float64)
+        term, total = tl.full((LANES,), 1.0, tl.float64), tl.full((LANES,), 1.0, tl.float64)
+        for i in range(steps):
+            present = regular & (i < n)
+            d = tl.load(diagonal + i, mask=present, other=0.0).to(tl.float64) / scale
+            off = tl.load(coupling + i, mask=present, other=1.0).to(tl.float64) / scale
+            pivot = sign * (mu - d) - square / pivot
+            # A pivot that is not positive is rounding error: mu is too close to theta.
+            term = tl.where(present & (pivot > 0), term * (pivot / off) * (pivot / off), 0.0)
+            total += term
+            square = off * off
+        moves, grown = high - low > RESOLUTION, total >= wanted
+        high = tl.where(moves & grown, middle, high)
+        low = tl.where(moves & (grown == 0), middle, low)
+    width = tl.where(finite, tl.exp2(high) * scale, float("inf"))
+    tl.store(widths + lane, tl.where(last == 0, 0.0, width), mask=inside)
+
+
+def certified_widths(*, alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor) -> Tensor:
+    """Return the widths, as `s3d_fast.maths.reference.certified_widths` defines them."""
+    alpha, beta = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (alpha, beta))
+    filters, steps = alpha.shape
+    widths = torch.empty_like(values, memory_format=torch.contiguous_format)
+    if filters == 0:
+        return widths
+    with launch.on_device(alpha):
+        widths_kernel[(triton.cdiv(2 * filters, LANES),)](
+            alpha, beta, length.contiguous(), values.contiguous(), growth.contiguous(), widths, 2 * filters, steps,
+            alpha.stride(0), beta.stride(0), LANES=LANES, num_warps=WARPS,
+        )  # fmt: skip
+    return widths
 
 
 def tridiagonal_extremes(*, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,12 +32,13 @@ from s3d_fast.operators import (
     ConvOperator,
     DenseOperator,
     EdgeConvOperator,
+    MatrixFreeOperator,
     PointwiseOperator,
     SplittingOperator,
     SumOperator,
 )
 from s3d_fast.records.record import Phase
-from s3d_fast.solvers import Spectrum, extremal_eigenpairs
+from s3d_fast.solvers import Cut, Spectrum, Status, extremal_eigenpairs
 from s3d_fast.splitting.optimizers import register_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 from s3d_fast.splitting.selection import select
@@ -49,6 +50,7 @@ __all__ = [
     "Captured",
     "ConvOperator",
     "Cost",
+    "Cut",
     "DenseOperator",
     "EdgeConvOperator",
     "EpochTrainer",
@@ -57,6 +59,7 @@ __all__ = [
     "Grower",
     "GrowthStep",
     "Incoming",
+    "MatrixFreeOperator",
     "NeuronSplit",
     "Phase",
     "PointwiseOperator",
@@ -65,6 +68,7 @@ __all__ = [
     "Split",
     "SplitPlan",
     "SplittingOperator",
+    "Status",
     "SumOperator",
     "TritonOptions",
     "Unit",

@@ -93,6 +93,13 @@ def good_calls() -> dict[str, tuple]:
         ),
         "symmetric_extremes": (torch.eye(3, dtype=torch.float64).expand(2, 3, 3).contiguous(),),
         "tridiagonal_extremes": (random_tensor(2, 3), random_tensor(2, 3, seed=1), index([3, 2])),
+        "certified_widths": (
+            random_tensor(2, 3),
+            random_tensor(2, 3, seed=1),
+            index([3, 2]),
+            random_tensor(2, 2, seed=2),
+            torch.full((2,), 1e6, dtype=torch.float64),
+        ),
     }
 
 

@@ -64,9 +64,9 @@ def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Ten
     assert (operators.stream is None) == (budget == 0)
     tensors = {"loss": torch.tensor(operators.loss, dtype=torch.float64)}
     for unit, operator in operators.items():
-        common = operator.common_part()
-        # Operators of formed matrices have no rows.
-        tensors[f"common/{unit}"] = torch.zeros(0) if common is None else common
+        size = operator.magnitude()
+        assert size is not None
+        tensors[f"size/{unit}"] = size
     for solver in ("lanczos", "auto"):
         spectra = s3d.extremal_eigenpairs(operators, solver=solver, tol=1e-6)
         for unit, spectrum in spectra.items():

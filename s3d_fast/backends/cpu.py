@@ -163,6 +163,11 @@ class CpuBackend(Backend):
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return _call("tridiagonal_extremes", alpha, beta, length)
 
+    def certified_widths(
+        self, *, alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor
+    ) -> Tensor:
+        return _call("certified_widths", alpha, beta, length, values, growth)
+
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
         return _call("symmetric_extremes", S)
 

@@ -103,6 +103,7 @@ REFUSED = (
     "krylov_extend",
     "symmetric_extremes",
     "tridiagonal_extremes",
+    "certified_widths",
 )
 
 

@@ -297,6 +297,20 @@ def symmetric_extremes(S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tridiagonal_extremes(alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    _require_tridiagonal(alpha, beta, length)
+    return _pairs(alpha, alpha.shape[0], alpha.shape[1])
+
+
+def certified_widths(alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor) -> Tensor:
+    _require_tridiagonal(alpha, beta, length)
+    _require_like("values", values, torch.float64, alpha.device)
+    _require_like("growth", growth, torch.float64, alpha.device)
+    require.shape("values", values, (alpha.shape[0], 2))
+    require.shape("growth", growth, (alpha.shape[0],))
+    return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+def _require_tridiagonal(alpha: Tensor, beta: Tensor, length: Tensor) -> None:
     _require_compute_dtype("alpha", alpha)
     _require_like("beta", beta, alpha.dtype, alpha.device)
     _require_like("length", length, torch.int64, alpha.device)
@@ -305,7 +319,6 @@ def tridiagonal_extremes(alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[T
         raise ValueError(f"alpha must have shape (M, k) with k > 0, got {tuple(alpha.shape)}")
     require.shape("beta", beta, alpha.shape)
     require.shape("length", length, (alpha.shape[0],))
-    return _pairs(alpha, alpha.shape[0], alpha.shape[1])
 
 
 def _pairs(like: Tensor, filters: int, width: int) -> tuple[Tensor, Tensor]:
@@ -429,6 +442,7 @@ FAKES: dict[str, Callable[..., object]] = {
         krylov_extend,
         symmetric_extremes,
         tridiagonal_extremes,
+        certified_widths,
     )
 }
 

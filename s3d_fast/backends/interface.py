@@ -153,5 +153,11 @@ class Backend(ABC):
         """Return the extreme eigenpairs of symmetric tridiagonal matrices."""
 
     @abstractmethod
+    def certified_widths(
+        self, *, alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor
+    ) -> Tensor:
+        """Return how far beyond the extreme eigenvalues of T those of S can lie."""
+
+    @abstractmethod
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
         """Return the extreme eigenpairs of symmetric matrices."""

@@ -120,6 +120,11 @@ class ReferenceBackend(Backend):
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return reference.tridiagonal_extremes(alpha, beta, length)
 
+    def certified_widths(
+        self, *, alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor
+    ) -> Tensor:
+        return reference.certified_widths(alpha, beta, length, values, growth)
+
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
         return reference.symmetric_extremes(S)
 

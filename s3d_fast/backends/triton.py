@@ -152,6 +152,11 @@ class TritonBackend(Backend):
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return tridiagonal.tridiagonal_extremes(alpha=alpha, beta=beta, length=length)
 
+    def certified_widths(
+        self, *, alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor
+    ) -> Tensor:
+        return tridiagonal.certified_widths(alpha=alpha, beta=beta, length=length, values=values, growth=growth)
+
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
         return REFERENCE.symmetric_extremes(S)
 

@@ -84,6 +84,12 @@ def positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
 
 
+def probability(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is a number between 0 and 1, both excluded."""
+    if not (_is_number(value) and 0 < value < 1):
+        raise ValueError(f"{name} must be a number in (0, 1), got {value!r}")
+
+
 def number(name: str, value: float) -> None:
     """Raise ValueError unless `value` is a finite number."""
     if not (_is_number(value) and math.isfinite(value)):

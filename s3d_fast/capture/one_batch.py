@@ -15,6 +15,7 @@ from s3d_fast.base.losses import checked_loss
 from s3d_fast.capture.curvature import Curvature
 from s3d_fast.capture.folding import foldable, folded_convolution
 from s3d_fast.capture.forms import unit_operator
+from s3d_fast.capture.sampling import Sampling
 from s3d_fast.capture.values import Values, wanted
 from s3d_fast.network.calls import operation
 from s3d_fast.network.execution import Execution, in_order
@@ -51,12 +52,19 @@ class BatchCapture:
         loss_fn: as for `capture`.
         graph: the graph of the model.
         curvature: which curvature the operators have.
+        sampling: which rows they keep; None keeps all.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], graph: Graph, curvature: Curvature
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        graph: Graph,
+        curvature: Curvature,
+        sampling: Sampling | None = None,
     ) -> None:
         self.model, self.loss_fn, self.graph, self.curvature = model, loss_fn, graph, curvature
+        self.sampling = sampling
 
     def check(self) -> None:
         """Raise ValueError if the model has other layers than when it was traced."""
@@ -83,18 +91,21 @@ class BatchCapture:
             while left:
                 # From last to first; tensors that no other unit needs are freed before the next operator is made.
                 unit = left.pop()
-                keep(unit.name, self._operator(taps, unit, gradients, dtype))
+                keep(unit.name, self._operator(taps, unit, gradients, dtype, index))
                 taps.forget(unit, left, gradients)
         return float(loss.detach())
 
     def _operator(
-        self, taps: _Taps, unit: Unit, gradients: Mapping[str, Tensor], dtype: torch.dtype | None
+        self, taps: _Taps, unit: Unit, gradients: Mapping[str, Tensor], dtype: torch.dtype | None, index: int
     ) -> SplittingOperator:
         values = Values(taps.module, taps.kept, gradients)
         try:
             made = unit_operator(unit, values, self.model, self.curvature)
         except ValueError as error:
             raise ValueError(f"unit {unit.name!r}: {error}") from error
+        if self.sampling is not None:
+            samples = len(values.of(unit.filters[0].calls[0].node))
+            made = self.sampling(made, samples, unit.name, index)
         return made if dtype is None else made.in_dtype(dtype)
 
 

@@ -17,9 +17,9 @@ class ShardedOperator(SplittingOperator):
     """The splitting matrices of a unit's filters on the data of all processes; each process holds a part."""
 
     def __init__(
-        self, local: SplittingOperator, provider: AllReduce, rows: int | None, common: Tensor | None = None
+        self, local: SplittingOperator, provider: AllReduce, rows: int | None, size: Tensor | None = None
     ) -> None:
-        self.local, self.provider, self.rows, self.common = local, provider, rows, common
+        self.local, self.provider, self.rows, self.size = local, provider, rows, size
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
 
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
@@ -28,10 +28,11 @@ class ShardedOperator(SplittingOperator):
 
     def restrict(self, filters: Tensor) -> ShardedOperator:
         assert isinstance(self.provider, AllReduce)
-        return ShardedOperator(self.local.restrict(filters), self.provider, self.rows, self.common)
+        size = None if self.size is None else self.size[filters]
+        return ShardedOperator(self.local.restrict(filters), self.provider, self.rows, size)
 
-    def common_part(self) -> Tensor | None:
-        return self.common
+    def magnitude(self) -> Tensor | None:
+        return self.size
 
     def dense(self, backend: str = "auto") -> Tensor:
         return next(dense_all([self], backend))
@@ -86,7 +87,7 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
     """
     shapes = [(name, operator.shape) for name, operator in captured.items()]
     rows = [operator.rows for operator in captured.values()]
-    parts = {name: part for name, operator in captured.items() if (part := operator.common_part()) is not None}
+    parts = {name: part for name, operator in captured.items() if (part := operator.magnitude()) is not None}
     everyone: list[tuple[object, int, float, list[int | None], set[str]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
     dist.all_gather_object(everyone, (shapes, batches, captured.loss, rows, set(parts)), group)
     for rank, (theirs, *_) in enumerate(everyone):
@@ -96,12 +97,12 @@ def sharded(captured: Captured, batches: int, group: dist.ProcessGroup | None = 
     provider = AllReduce(batches / total, group)
     # One process may have formed the matrices of a unit while another has kept its rows.
     shared = [name for name in captured if all(name in theirs for *_, theirs in everyone)]
-    common = dict(zip(shared, provider.sum([parts[name] for name in shared]), strict=True))
+    sizes = dict(zip(shared, provider.sum([parts[name] for name in shared]), strict=True))
     result = Captured()
     for index, (name, operator) in enumerate(captured.items()):
         counts = [theirs[index] for *_, theirs, _ in everyone]
         all_rows = None if None in counts else sum(count for count in counts if count is not None)
-        result[name] = ShardedOperator(operator, provider, all_rows, common.get(name))
+        result[name] = ShardedOperator(operator, provider, all_rows, sizes.get(name))
     result.loss = sum(count * loss for _, count, loss, *_ in everyone) / total
     result.plan, result.stream, result.layers = captured.plan, captured.stream, captured.layers
     return result

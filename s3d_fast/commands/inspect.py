@@ -26,6 +26,7 @@ from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.records.run import read_run
 from s3d_fast.records.run_folder import RunFolder, read_spectra
 from s3d_fast.solvers import extremal_eigenpairs
+from s3d_fast.solvers.noise import FINEST
 
 Ends = dict[str, tuple[np.ndarray, np.ndarray]]  # lambda_min and lambda_max of every unit
 
@@ -157,10 +158,11 @@ def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: a
         curvature=recipe.curvature,
         eps=recipe.eps,
         floor=GROWTH_FLOOR,
+        rows_per_sample=recipe.rows_per_sample,
         memory_budget=recipe.memory_budget,
         progress=True,
     )
-    spectra = extremal_eigenpairs(operators, tol=recipe.tol, solver="auto")
+    spectra = extremal_eigenpairs(operators, tol=recipe.tol or FINEST)
     ends = {name: (spectrum.lambda_min.numpy(), spectrum.lambda_max.numpy()) for name, spectrum in spectra.items()}
     return ends, f"{len(batches) * recipe.split_batch} training samples"
 

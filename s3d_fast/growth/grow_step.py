@@ -58,6 +58,7 @@ def grow_step(
     eps: float = 0.01,
     curvature: str = "exact",
     solver: Mapping[str, Any] | None = None,
+    rows_per_sample: int | None = 64,
     memory_budget: int | str | None = None,
     world: World | None = None,
     progress: bool = False,
@@ -84,7 +85,8 @@ def grow_step(
         units: names of the units that may be split; all by default.
         eps: the size of a split.
         curvature: as for `capture`.
-        solver: options for `extremal_eigenpairs`; dict(tol=1e-2) by default.
+        solver: options for `extremal_eigenpairs`; without a tolerance, the noise of the data decides, as in `Grower`.
+        rows_per_sample: as for `capture`; None keeps all.
         memory_budget: as for `capture`.
         world: the processes that take part; by default those of the process group that exists, if there is one.
         progress: show bars.
@@ -107,7 +109,8 @@ def grow_step(
         eps=eps,
         curvature=curvature,
         selection={"m": 2, "c": 1.3, **selection},
-        solver={"tol": 1e-2} if solver is None else solver,
+        solver={} if solver is None else solver,
+        rows_per_sample=rows_per_sample,
         memory_budget=memory_budget,
         units=units,
         plan=None,

@@ -65,7 +65,11 @@ class Grower:
         curvature: as for `capture`.
         selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
             phase and the graph that returns them.
-        solver: options for `extremal_eigenpairs`, such as dict(tol=1e-2).
+        solver: options for `extremal_eigenpairs`, such as dict(tol=1e-2). Without a tolerance, it is a third of the
+            median sampling error of the eigenvalues, which the batches tell, and between 0.01 and 0.1: what is finer
+            would be lost in the noise. Where the selection is a fraction or a number of filters, the solver stops at
+            filters that are certain to be chosen or not.
+        rows_per_sample: as for `capture`; None keeps all.
         memory_budget: the bytes that splitting operators may hold in memory, as for `capture`.
         units: names of the units that may be split; all by default.
         plan: makes the split plan from the phase and the graph; it replaces capture, eigenpairs and selection.
@@ -106,6 +110,7 @@ class Grower:
         curvature: str = "exact",
         selection: Options | Callable[[int, Graph], Options] | None = None,
         solver: Options | None = None,
+        rows_per_sample: int | None = 64,
         memory_budget: int | str | None = None,
         units: Sequence[str] | None = None,
         plan: Callable[[int, Graph], SplitPlan] | None = None,
@@ -124,7 +129,8 @@ class Grower:
         self.train, self.trained, self.evaluate = train, trained, evaluate
         self.loss_fn, self.batches, self.eps, self.curvature = loss_fn, batches, eps, curvature
         self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection
-        self.solver = {"tol": 1e-2} if solver is None else dict(solver)
+        self.solver = {} if solver is None else dict(solver)
+        self.rows_per_sample = rows_per_sample
         self.memory_budget, self.units, self.plan = memory_budget, units, plan
         self.folder = None if out is None else RunFolder(out)
         self.seed, self.after_phase, self.progress = seed, after_phase, progress
@@ -267,6 +273,7 @@ class Grower:
             curvature=self.curvature,
             selection=self.selection,
             solver=self.solver,
+            rows_per_sample=self.rows_per_sample,
             memory_budget=self.memory_budget,
             units=self.units,
             plan=self.plan,
@@ -281,6 +288,7 @@ class Grower:
             "plan": self.plan,
             "trained": self.trained,
             "solver": self.solver,
+            "rows_per_sample": self.rows_per_sample,
             "eps": self.eps,
             "curvature": self.curvature,
             "seed": self.seed,

@@ -17,16 +17,18 @@ from s3d_fast.base import byte_counts
 from s3d_fast.base.batches import are_the_same
 from s3d_fast.base.losses import checked_loss
 from s3d_fast.base.world import World
-from s3d_fast.capture.all_batches import capture
+from s3d_fast.capture.all_batches import Captured, capture
 from s3d_fast.capture.curvature import GROWTH_FLOOR, Curvature
+from s3d_fast.capture.sampling import Sampling
 from s3d_fast.capture.sharding import of_all_processes
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.records.record import Phase
 from s3d_fast.records.run_folder import RunFolder
-from s3d_fast.solvers import extremal_eigenpairs
+from s3d_fast.solvers import Spectrum, Status, extremal_eigenpairs
+from s3d_fast.solvers.noise import COARSEST, sampling_errors, worthwhile_tolerance
 from s3d_fast.splitting.plan import SplitPlan
-from s3d_fast.splitting.selection import select
+from s3d_fast.splitting.selection import cut_of, select
 from s3d_fast.splitting.surgery import apply_splits
 
 Options = Mapping[str, Any]
@@ -42,6 +44,7 @@ class SplitStep:
     curvature: str
     selection: Options | Callable[[int, Graph], Options]
     solver: Options
+    rows_per_sample: int | None
     memory_budget: int | str | None
     units: Sequence[str] | None
     plan: Callable[[int, Graph], SplitPlan] | None
@@ -62,7 +65,9 @@ class SplitStep:
                 raise ValueError(f"units: {name!r} is not a unit of the model, which has {', '.join(graph.units)}")
         first = self._selection(0, graph)
         select({}, graph, **first)
-        extremal_eigenpairs([], **self.solver)
+        if self.rows_per_sample is not None:
+            Sampling(self.rows_per_sample)
+        extremal_eigenpairs([], **{**self.solver, "tol": COARSEST if self._tol is None else self._tol})
         if "generator" in self.solver:
             raise ValueError("solver: a generator has a state that a resumed run would not have; leave it out")
         return first
@@ -118,6 +123,7 @@ class SplitStep:
                     curvature=self.curvature,
                     eps=self.eps,
                     floor=GROWTH_FLOOR,
+                    rows_per_sample=self.rows_per_sample,
                     memory_budget=self.memory_budget,
                     progress=self.progress,
                 )
@@ -125,20 +131,46 @@ class SplitStep:
             operators = of_all_processes(operators, len(batches), self.world)
         phase.loss = operators.loss
         with timed(phase, "solve"):
-            spectra = extremal_eigenpairs(operators, **{"progress": self.progress, **self.solver})
+            spectra = self._solved(phase, operators, self._selection(phase.index, graph))
         # Read after the solver, which loads parts of a scratch file into memory.
         phase.memory = operators.nbytes
         if operators.plan is not None:
             phase.scratch = operators.plan.disk_bytes
             if self.progress:
                 tqdm.write(operators.report(), file=sys.stderr)
-        phase.unconverged = sum(int((~spectrum.converged).sum()) for spectrum in spectra.values())
+        phase.unconverged = sum(_unfinished(spectrum) for spectrum in spectra.values())
         phase.matvecs = max((int(spectrum.matvecs.max()) for spectrum in spectra.values()), default=0)
         if folder is not None and self.world.is_first:
             ends = {name: (spectrum.lambda_min, spectrum.lambda_max) for name, spectrum in spectra.items()}
             folder.write_spectra(phase.index, ends)
         with timed(phase, "select"):
             return select(spectra, graph, **self._selection(phase.index, graph))
+
+    @property
+    def _tol(self) -> float | None:
+        """The tolerance of eigenpairs; None lets the noise of the data decide."""
+        return self.solver.get("tol")
+
+    def _solved(self, phase: Phase, operators: Captured, selection: Options) -> dict[str, Spectrum]:
+        """Return the spectra, as exact as the selection of splits and the noise of the data ask for."""
+        filters = sum(operator.shape[0] for operator in operators.values())
+        until = cut_of(filters, **selection)
+        if self.solver.get("solver") == "rayleigh":
+            until = None
+
+        def solve(tol: float) -> dict[str, Spectrum]:
+            phase.tol = tol
+            options = {"progress": self.progress, "until": until, **self.solver, "tol": tol}
+            return extremal_eigenpairs(operators, **options)
+
+        if self._tol is not None:
+            return solve(self._tol)
+        spectra = solve(COARSEST)
+        errors = sampling_errors(operators, spectra)
+        phase.sampling_error = None if errors is None else float(errors.median())
+        tol = worthwhile_tolerance(errors)
+        # Another solve costs more than a slightly finer tolerance is worth.
+        return spectra if tol > 0.8 * COARSEST else solve(tol)
 
     def _loss(self, model: nn.Module, batches: Collection[Any]) -> float:
         """Return the mean loss in eval mode on the batches of all processes."""
@@ -160,6 +192,12 @@ class SplitStep:
 
     def _selection(self, phase: int, graph: Graph) -> Options:
         return self.selection(phase, graph) if callable(self.selection) else self.selection
+
+
+def _unfinished(spectrum: Spectrum) -> int:
+    """Return how many filters have neither converged nor been decided."""
+    assert spectrum.status is not None
+    return int((spectrum.status > Status.DECIDED).sum())
 
 
 @contextmanager

@@ -492,6 +492,48 @@ def tridiagonal_extremes(
     return values.gather(-1, ends), vectors.mT
 
 
+def certified_widths(
+    alpha: Tensor,  # (M, k), the diagonals of T
+    beta: Tensor,  # (M, k), the off-diagonals; entry `length - 1` couples to the next vector, 0 if there is none
+    length: Tensor,  # (M,), int64 in [1, k]: the size of each matrix
+    values: Tensor,  # (M, 2), float64, the smallest and largest eigenvalue of each T
+    growth: Tensor,  # (M,), float64, larger than 1
+) -> Tensor:  # (M, 2), float64
+    """Return the least w with sum_i phi_i(theta -+ w)^2 >= growth, i = 0 ... length; theta is an extreme value of T.
+
+    phi_i are the Lanczos polynomials: q_(i + 1) = phi_i(S) q_1. An eigenvector u of S whose eigenvalue lies more than w
+    beyond theta has |<q_1, u>|^2 < 1 / growth. If q_1 is a random unit vector of D entries, the probability of that is
+    at most sqrt(2 D / (pi growth)). The widths are rounded up by at most a factor of 2^(1/16). They are 0 if the space
+    is exhausted, and infinite if T is not finite.
+    """
+    steps = alpha.shape[1]
+    last = beta.gather(1, length.unsqueeze(-1) - 1).squeeze(-1)
+    inside = torch.arange(steps, device=alpha.device) < length.unsqueeze(-1)
+    alpha, beta = (torch.where(inside, tensor.double(), 0) for tensor in (alpha, beta))
+    largest = torch.maximum(alpha.abs(), beta.abs()).amax(-1)
+    finite = largest.isfinite() & values.isfinite().all(-1)
+    scale = torch.where(finite & (largest > 0), largest, 1)
+    diagonal, off = alpha / scale.unsqueeze(-1), beta / scale.unsqueeze(-1)
+    sign = torch.tensor([-1.0, 1.0], dtype=torch.float64, device=alpha.device)
+    low = torch.full_like(values, -52.0)
+    high = (torch.log2(growth) / 2 + 1).unsqueeze(-1).expand_as(values).clone()
+    while bool((high - low > 1 / 16).any()):
+        middle = low + (high - low) / 2
+        mu = values / scale.unsqueeze(-1) + sign * torch.exp2(middle)
+        pivot, square, term, total = torch.ones_like(mu), torch.zeros_like(mu), torch.ones_like(mu), torch.ones_like(mu)
+        for i in range(steps):
+            pivot = sign * (mu - diagonal[:, i, None]) - square / pivot
+            # A pivot that is not positive is rounding error: mu is too close to theta.
+            term = torch.where((pivot > 0) & inside[:, i, None], term * (pivot / off[:, i, None]).square(), 0)
+            total = total + term
+            square = off[:, i, None].square()
+        grown = total >= growth.unsqueeze(-1)
+        moves = high - low > 1 / 16
+        high, low = torch.where(moves & grown, middle, high), torch.where(moves & ~grown, middle, low)
+    widths = torch.where(finite.unsqueeze(-1), torch.exp2(high) * scale.unsqueeze(-1), torch.inf)
+    return torch.where((last == 0).unsqueeze(-1), 0, widths)
+
+
 def symmetric_extremes(S: Tensor) -> tuple[Tensor, Tensor]:  # (M, D, D) -> (M, 2) and (M, 2, D), float64
     """Return the smallest and largest eigenvalue of symmetric matrices, and their unit vectors."""
     S = S.double()

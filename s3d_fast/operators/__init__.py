@@ -5,6 +5,7 @@ from s3d_fast.operators.conv import ConvOperator
 from s3d_fast.operators.dense import DenseOperator
 from s3d_fast.operators.depthwise import DepthwiseOperator
 from s3d_fast.operators.edgeconv import EdgeConvOperator
+from s3d_fast.operators.free import MatrixFreeOperator
 from s3d_fast.operators.gated import GatedOperator
 from s3d_fast.operators.operator import Provider, SplittingOperator
 from s3d_fast.operators.pointwise import PointwiseOperator
@@ -19,6 +20,7 @@ __all__ = [
     "DepthwiseOperator",
     "EdgeConvOperator",
     "GatedOperator",
+    "MatrixFreeOperator",
     "PointwiseOperator",
     "Provider",
     "SplittingOperator",

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torch.nn.functional import conv2d
 
 from s3d_fast.backends.arguments import require_conv
 from s3d_fast.backends.choice import choose
 from s3d_fast.operators.operator import SplittingOperator
-from s3d_fast.operators.rows import mean_of_rows, restricted
+from s3d_fast.operators.rows import restricted
 
 
 class ConvOperator(SplittingOperator):
     """The filters of a 2-d convolution of any kernel size; its rows are the patches of X."""
+
+    CAN_CHANGE_DTYPE = True
 
     def __init__(
         self,
@@ -63,6 +67,12 @@ class ConvOperator(SplittingOperator):
     def restrict(self, filters: Tensor) -> ConvOperator:
         return restricted(self, filters, C=1)
 
-    def common_part(self) -> Tensor:
-        """Return the mean of the patches in units of their root mean square length, (D,); borders are ignored."""
-        return mean_of_rows(self.X.movedim(1, -1), self.bias, repeats=self._taps)
+    def magnitude(self) -> Tensor:
+        return torch.einsum("bmhw,bhw->m", self.C.abs().to(self.dtype), self._squares())
+
+    def _squares(self) -> Tensor:  # (B, H', W')
+        """Return |x|^2 of every patch."""
+        squares = self.X.to(self.dtype).square().sum(1, keepdim=True)
+        ones = squares.new_ones(1, 1, *self.kernel_size)
+        total = conv2d(squares, ones, None, self.stride, self.padding, self.dilation).squeeze(1)
+        return total.clamp(min=0) + self.bias

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn.functional import conv2d
 
 from s3d_fast.backends.arguments import require_depthwise
 from s3d_fast.backends.choice import choose
 from s3d_fast.maths.reference import DepthwiseStage
 from s3d_fast.operators.operator import SplittingOperator
-from s3d_fast.operators.rows import mean_of_rows, restricted
+from s3d_fast.operators.rows import restricted, squared_lengths
 
 
 class DepthwiseOperator(SplittingOperator):
@@ -19,6 +20,8 @@ class DepthwiseOperator(SplittingOperator):
     Every tensor is an attribute of its own (C_0, d_0, weight_0, ...), as for all operators; `C`, `d` and `weight` list
     them.
     """
+
+    CAN_CHANGE_DTYPE = True
 
     def __init__(
         self,
@@ -65,5 +68,14 @@ class DepthwiseOperator(SplittingOperator):
         weights = {f"weight_{number}": 0 for number in numbers}
         return restricted(self, filters, **maps, **weights, **{f"C_{len(self.stages)}": 3})
 
-    def common_part(self) -> Tensor:
-        return mean_of_rows(self.X, self.bias)
+    def magnitude(self) -> Tensor:
+        """Return an upper bound of A_j: the lengths of J_i pass every stage with their absolute values."""
+        lengths = squared_lengths(self.X, self.bias).sqrt().view(*self.C[0].shape[:3], 1)
+        total = (self.C[0].abs() * lengths.square()).sum((0, 1, 2))
+        for C, d, weight, stage in zip(self.C[1:], self.d, self.weight, self.stages, strict=True):
+            seen = (d.abs() * lengths).movedim(3, 1).to(self.dtype)
+            kernel = weight.abs().unsqueeze(1).to(self.dtype)
+            passed = conv2d(seen, kernel, None, stage.stride, stage.padding, stage.dilation, self.shape[0])
+            lengths = passed.movedim(1, 3)
+            total = total + (C.abs() * lengths.square()).sum((0, 1, 2))
+        return total.to(self.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from s3d_fast.backends.arguments import require_edge_ties, require_edgeconv
@@ -10,7 +9,7 @@ from s3d_fast.backends.choice import choose
 from s3d_fast.maths.incoming import Incoming, incoming_edges
 from s3d_fast.maths.reference import EdgeTies
 from s3d_fast.operators.operator import SplittingOperator
-from s3d_fast.operators.rows import mean_of_rows, restricted
+from s3d_fast.operators.rows import restricted, squared_lengths
 
 
 class EdgeConvOperator(SplittingOperator):
@@ -18,6 +17,8 @@ class EdgeConvOperator(SplittingOperator):
 
     With runners-up, K e e^T is added for every maximum, e = d1 edge(winner) - d2 edge(runner).
     """
+
+    CAN_CHANGE_DTYPE = True
 
     def __init__(
         self,
@@ -62,13 +63,20 @@ class EdgeConvOperator(SplittingOperator):
             setattr(rest, name, None if edges is None else edges.restrict(filters))
         return rest
 
-    def common_part(self) -> Tensor:
-        """Return the common part of the edges from points to themselves, (D,).
+    def magnitude(self) -> Tensor:
+        """Return an upper bound of A_j: |x_j - x_i|^2 <= 2 |x_j|^2 + 2 |x_i|^2 on every edge."""
+        squares = squared_lengths(self.X, False)[:, :, None].expand(-1, -1, self.shape[0])  # (B, P, M)
 
-        The winning edges would be exact, but they differ between filters.
-        """
-        points = mean_of_rows(self.X, self.bias)
-        return torch.cat([points.new_zeros(self.X.shape[-1]), points])
+        def edges(ends: Tensor) -> Tensor:
+            return 2 * squares.gather(1, ends) + 3 * squares + self.bias
+
+        total = (self.C.abs() * edges(self.winner)).sum((0, 1))
+        if self.runner is None or self.K is None:
+            return total
+        first, second = edges(self.winner), edges(self.runner)
+        if self.d1 is not None and self.d2 is not None:
+            first, second = first * self.d1.square(), second * self.d2.square()
+        return total + 2 * (self.K.abs() * (first + second)).sum((0, 1))
 
     @property
     def nbytes(self) -> int:

@@ -8,11 +8,13 @@ from torch import Tensor
 from s3d_fast.backends.arguments import require_gated
 from s3d_fast.backends.choice import choose
 from s3d_fast.operators.operator import SplittingOperator
-from s3d_fast.operators.rows import mean_of_rows, restricted
+from s3d_fast.operators.rows import restricted, squared_lengths, weighted_sizes
 
 
 class GatedOperator(SplittingOperator):
     """Gated units h = act(a.x) psi(b.x), theta = [a, b]: S = [X^T c11 X, X^T c12 X; X^T c12 X, X^T c22 X]."""
+
+    CAN_CHANGE_DTYPE = True
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class GatedOperator(SplittingOperator):
         axes = {"c11": 1, "c12": 1} | ({} if self.c22 is None else {"c22": 1})
         return restricted(self, filters, **axes)
 
-    def common_part(self) -> Tensor:
-        """Return the common part of the rows [x, x] of both halves, (D,)."""
-        half = mean_of_rows(self.X, self.bias)
-        return torch.cat([half, half]) / 2**0.5
+    def magnitude(self) -> Tensor:
+        squares = squared_lengths(self.X, self.bias)
+        blocks = [(self.c11, 1), (self.c12, 2), *([] if self.c22 is None else [(self.c22, 1)])]
+        return sum((count * weighted_sizes(C, squares) for C, count in blocks), torch.zeros(()))

@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ class SplittingOperator(ABC):
     device: torch.device
     provider: Provider | None = None
     rows: int | None = None
+    # Whether `in_dtype` gives the same operator in another dtype: all its numbers are tensors of its own.
+    CAN_CHANGE_DTYPE: ClassVar[bool] = False
 
     @abstractmethod
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
@@ -78,11 +81,11 @@ class SplittingOperator(ABC):
         """Return this operator as a weighted sum of operators that are not sums."""
         return [(self, 1.0)]
 
-    def common_part(self) -> Tensor | None:
-        """Return the common part of the rows, (D,): their mean in units of their root mean square length.
+    def magnitude(self) -> Tensor | None:
+        """Return A_j = sum_n |C_nj| |x_n|^2 for every filter, (M,): S without cancellation.
 
-        Its length is 1 if all rows are the same, and nearly 0 if they have nothing in common. A cheap approximation is
-        good enough. None means that it is not known.
+        Products S v have rounding errors of about the machine epsilon times A_j, however small S_j itself is. An upper
+        bound is good enough. None means that it is not known.
         """
         return None
 

@@ -7,11 +7,13 @@ from torch import Tensor
 from s3d_fast.backends.arguments import require_rows
 from s3d_fast.backends.choice import choose
 from s3d_fast.operators.operator import SplittingOperator
-from s3d_fast.operators.rows import mean_of_rows, restricted
+from s3d_fast.operators.rows import restricted, squared_lengths, weighted_sizes
 
 
 class PointwiseOperator(SplittingOperator):
     """The filters of a linear layer or a 1 x 1 convolution: S_j = X^T diag(C[:, j]) X."""
+
+    CAN_CHANGE_DTYPE = True
 
     def __init__(
         self,
@@ -34,8 +36,8 @@ class PointwiseOperator(SplittingOperator):
     def restrict(self, filters: Tensor) -> PointwiseOperator:
         return restricted(self, filters, C=1)
 
-    def common_part(self) -> Tensor:
-        return mean_of_rows(self.X, self.bias)
+    def magnitude(self) -> Tensor:
+        return weighted_sizes(self.C, squared_lengths(self.X, self.bias))
 
     def dense(self, backend: str = "auto") -> Tensor:
         return choose(backend, self.X, self.C).splitting_matrices(X=self.X, C=self.C, bias=self.bias)

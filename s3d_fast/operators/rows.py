@@ -1,9 +1,8 @@
-"""Helpers for operators on rows: the restriction to some filters, and the common part of the rows."""
+"""Helpers for operators on rows: the restriction to some filters, and the size of the sums over rows."""
 
 from __future__ import annotations
 
 import copy
-import math
 from typing import TypeVar
 
 import torch
@@ -11,6 +10,9 @@ from torch import Tensor
 
 from s3d_fast.base import dtypes, require
 from s3d_fast.operators.operator import SplittingOperator
+
+# Rows at a time: their coefficients fit into a processor's cache.
+BLOCK = 4096
 
 Operator = TypeVar("Operator", bound=SplittingOperator)
 
@@ -32,15 +34,15 @@ def restricted(operator: Operator, filters: Tensor, **axes: int) -> Operator:
     return rest
 
 
-def mean_of_rows(X: Tensor, bias: bool, repeats: int = 1) -> Tensor:
-    """Return the mean of the rows in units of their root mean square length: see `SplittingOperator.common_part`.
+def squared_lengths(X: Tensor, bias: bool) -> Tensor:
+    """Return |x|^2 of every row, a 1 for the bias included; a row is the last dimension of X."""
+    lengths = torch.linalg.vector_norm(X, dim=-1, dtype=dtypes.compute_dtype(X.dtype)).square()
+    return lengths + 1 if bias else lengths
 
-    A row is the last dimension of X, with every entry repeated `repeats` times, and a 1 for the bias.
-    """
-    dims, dtype = tuple(range(X.dim() - 1)), dtypes.compute_dtype(X.dtype)
-    rows = X.numel() // X.shape[-1]
-    mean = X.mean(dims, dtype=dtype).repeat_interleave(repeats)
-    length = math.sqrt(repeats / rows) * torch.linalg.vector_norm(X, dtype=dtype)
-    if bias:
-        mean, length = torch.cat([mean, mean.new_ones(1)]), torch.hypot(length, torch.ones_like(length))
-    return mean / length.clamp(min=torch.finfo(dtype).tiny)
+
+def weighted_sizes(C: Tensor, squares: Tensor) -> Tensor:  # (N, M), (N,) -> (M,)
+    """Return sum_n |C_nj| squares_n for every filter j, block by block: |C| as a whole may be large."""
+    total = torch.zeros(C.shape[1], dtype=squares.dtype, device=C.device)
+    for rows, own in zip(C.split(BLOCK), squares.split(BLOCK), strict=True):
+        total += own @ rows.abs().to(squares.dtype)
+    return total

@@ -41,9 +41,9 @@ class StreamedOperator(SplittingOperator):
     """The splitting matrices of a unit's filters on all batches of a stream."""
 
     def __init__(
-        self, stream: Stream, unit: str, like: SplittingOperator, rows: int | None, common: Tensor | None = None
+        self, stream: Stream, unit: str, like: SplittingOperator, rows: int | None, size: Tensor | None = None
     ) -> None:
-        self.provider, self.unit, self.rows, self.common = stream, unit, rows, common
+        self.provider, self.unit, self.rows, self.size = stream, unit, rows, size
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.filters: Tensor | None = None
 
@@ -55,10 +55,11 @@ class StreamedOperator(SplittingOperator):
         rest = copy.copy(self)
         rest.filters = filters if self.filters is None else self.filters[filters]
         rest.shape = (len(filters), self.shape[1])
+        rest.size = None if self.size is None else self.size[filters]
         return rest
 
-    def common_part(self) -> Tensor | None:
-        return self.common
+    def magnitude(self) -> Tensor | None:
+        return self.size
 
     def dense(self, backend: str = "auto") -> Tensor:
         assert self.provider is not None

@@ -53,16 +53,12 @@ class SumOperator(SplittingOperator):
             for own, factor in term.weighted_terms()
         ]
 
-    def common_part(self) -> Tensor | None:
-        """Return the average common part of the terms, (D,), weighted by |weight|; None if a term has none."""
-        parts = [term.common_part() for term in self.terms]
+    def magnitude(self) -> Tensor | None:
+        parts = [term.magnitude() for term in self.terms]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
-        # The sign does not matter: subtracted rows have a direction too.
-        sizes = [abs(weight) for weight in self.weights]
-        total = sum(sizes) or 1.0
-        return torch.stack([part * (size / total) for part, size in zip(known, sizes, strict=True)]).sum(0)
+        return torch.stack([part * abs(weight) for part, weight in zip(known, self.weights, strict=True)]).sum(0)
 
     def dense(self, backend: str = "auto") -> Tensor:
         matrices = torch.zeros(*self.shape, self.shape[1], dtype=self.dtype, device=self.device)

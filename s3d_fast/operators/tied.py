@@ -56,6 +56,14 @@ class TiedConvOperator(ConvOperator):
         chosen = choose(backend, self.C, self.K, self.d1, self.d2, differentiable=(self.X, V))
         return chosen.tied_matvec(X=self.X, C=self.C, V=V, ties=ties, geometry=self.geometry, bias=self.bias)
 
+    def magnitude(self) -> Tensor:
+        """Return A_j, with |d1 x[first]|^2 + |d2 x[second]|^2 for |e|^2 / 2 in every tie."""
+        squares = self._squares().flatten(1)[:, None].expand(-1, self.shape[0], -1)
+        first, second = squares.gather(2, self.first), squares.gather(2, self.second)
+        if self.d1 is not None and self.d2 is not None:
+            first, second = first * self.d1.square(), second * self.d2.square()
+        return super().magnitude() + 2 * (self.K.abs() * (first + second)).sum((0, 2))
+
     def restrict(self, filters: Tensor) -> TiedConvOperator:
         slopes = {} if self.d1 is None else {"d1": 1, "d2": 1}
         return restricted(self, filters, C=1, first=1, second=1, K=1, **slopes)

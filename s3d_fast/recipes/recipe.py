@@ -120,7 +120,13 @@ class Recipe:
     memory_budget: str | None = _setting(
         "memory for the splitting operators, such as 4GiB; no limit by default", as_bytes
     )
-    tol: float = _setting("accuracy of eigenpairs, relative to the spectral radius", require.positive, 1e-2)
+    rows_per_sample: int | None = _setting(
+        "random positions of every sample and layer that the splitting matrices are computed on", require.count, 64
+    )
+    tol: float | None = _setting(
+        "accuracy of eigenpairs, relative to the spectral radius; by default the noise of the data decides",
+        require.positive,
+    )
 
     def __post_init__(self) -> None:
         """Check every setting, alone and together with the others.

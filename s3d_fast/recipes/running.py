@@ -233,7 +233,8 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
     arguments: dict[str, Any] = {
         "eps": recipe.eps,
         "curvature": recipe.curvature,
-        "solver": {"tol": recipe.tol, "solver": "auto"},
+        "solver": {} if recipe.tol is None else {"tol": recipe.tol},
+        "rows_per_sample": recipe.rows_per_sample,
         "memory_budget": recipe.memory_budget,
         "evaluate": lambda trained: evaluate(trained, test, last, world),
         "world": world,

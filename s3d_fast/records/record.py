@@ -58,6 +58,8 @@ class PhaseRecord:
         negative: how many of them got a copy with a negative weight; always 0 in S2D.
         unconverged: how many filters have eigenpairs that did not reach the tolerance.
         batches: how many batches all processes computed the split on.
+        tol: the tolerance of eigenpairs, relative to the spectral radius.
+        sampling_error: the median standard error of eigenvalues over the batches, relative to the spectral radius.
         matvecs: how many products S v the slowest filter took.
         memory: bytes that the splitting operators held in memory, per process.
         scratch: bytes of their scratch file.
@@ -79,6 +81,8 @@ class PhaseRecord:
     negative: int = 0
     unconverged: int = 0
     batches: int = 0
+    tol: float | None = None
+    sampling_error: float | None = None
     matvecs: int = 0
     memory: int = 0
     scratch: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, overload
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from s3d_fast.backends.choice import choose
 from s3d_fast.base import require
-from s3d_fast.operators import PointwiseOperator, SplittingOperator
+from s3d_fast.operators import MatrixFreeOperator, PointwiseOperator, SplittingOperator
 from s3d_fast.operators.operator import LayerShape
 from s3d_fast.solvers.auto import Auto
+from s3d_fast.solvers.cut import Cut
 from s3d_fast.solvers.exact import Exact
 from s3d_fast.solvers.lanczos import Lanczos
 from s3d_fast.solvers.rayleigh import Rayleigh
@@ -33,7 +34,7 @@ SOLVERS: dict[str, type[Lanczos | Auto | Rayleigh | Exact]] = {
 
 @overload
 def extremal_eigenpairs(
-    operator: SplittingOperator | tuple[Tensor, Tensor],
+    operator: SplittingOperator | tuple[Tensor, Tensor] | Callable[[Tensor], Tensor],
     solver: str | Solver = ...,
     tol: float = ...,
     max_iters: int | None = ...,
@@ -41,6 +42,10 @@ def extremal_eigenpairs(
     *,
     generator: torch.Generator | None = ...,
     progress: bool = ...,
+    until: Cut | None = ...,
+    shape: Sequence[int] | None = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | str | None = ...,
     **options: Any,
 ) -> Spectrum: ...
 @overload
@@ -53,6 +58,10 @@ def extremal_eigenpairs(
     *,
     generator: torch.Generator | None = ...,
     progress: bool = ...,
+    until: Cut | None = ...,
+    shape: Sequence[int] | None = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | str | None = ...,
     **options: Any,
 ) -> dict[str, Spectrum]: ...
 @overload
@@ -65,38 +74,57 @@ def extremal_eigenpairs(
     *,
     generator: torch.Generator | None = ...,
     progress: bool = ...,
+    until: Cut | None = ...,
+    shape: Sequence[int] | None = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | str | None = ...,
     **options: Any,
 ) -> list[Spectrum]: ...
 
 
 @torch.no_grad()
 def extremal_eigenpairs(
-    operator: SplittingOperator | Mapping[str, SplittingOperator] | Sequence[SplittingOperator] | tuple[Tensor, Tensor],
-    solver: str | Solver = "lanczos",
+    operator: SplittingOperator
+    | Mapping[str, SplittingOperator]
+    | Sequence[SplittingOperator]
+    | tuple[Tensor, Tensor]
+    | Callable[[Tensor], Tensor],
+    solver: str | Solver = "auto",
     tol: float = 1e-3,
     max_iters: int | None = None,
     backend: str = "auto",
     *,
     generator: torch.Generator | None = None,
     progress: bool = False,
+    until: Cut | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> Spectrum | dict[str, Spectrum] | list[Spectrum]:
     """Return the smallest and largest eigenvalue of every filter's splitting matrix, with their vectors.
 
     Args:
         operator: a SplittingOperator; or rows and coefficients (X, C); or a list or dict of operators, whose filters
-            all advance together and whose result is a list or dict of spectra.
-        solver: "lanczos"; "exact", which forms S; "auto", which takes the faster of these two for each layer; or
+            all advance together and whose result is a list or dict of spectra. Or a function that returns S_j v_j for
+            the rows v_j of V (M, D): any symmetric matrices, with `shape` (M, D), and `dtype` and `device` if they are
+            not float32 and the CPU.
+        solver: "auto", which takes the faster of the next two for each layer; "lanczos"; "exact", which forms S; or
             "rayleigh", the paper's gradient descent and ascent. Or a solver object, such as
             `s3d_fast.solvers.Rayleigh(step=0.5)`.
-        tol: a filter has converged when |S v - lambda v| <= tol * (its spectral radius) at both ends.
+        tol: a filter has converged when at both ends |S v - lambda v| <= tol * (its spectral radius), and no eigenvalue
+            lies farther than that beyond lambda. The latter is certain but for an unlucky random start: see `delta`.
         max_iters: the largest number of steps; by default 128 for lanczos and auto, 1000 for rayleigh. "exact" takes no
             steps. `Spectrum.converged` marks the filters that converged in time.
         backend: "auto", "reference", "cpu" or "triton".
         generator: draws the random part of the start vectors. By default every call starts from the same vectors, and
             the global random state is neither used nor changed.
         progress: show a counter of the steps.
-        options: more options of the solver. "rayleigh" has `step`, in units of 1 / (spectral radius); 0.9 by default.
+        until: a `Cut`, which says how many filters are wanted, those that gain the most by a split. Filters stop as
+            soon as it is certain whether they are among them; the result then has the status DECIDED.
+        options: more options of the solver. "lanczos", "auto" and "rayleigh" have `delta`, the largest probability that
+            an end of a filter counts as converged and is not, 1e-3 by default. "rayleigh" has `step`, in units of
+            1 / (spectral radius); 0.9 by default.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -108,9 +136,21 @@ def extremal_eigenpairs(
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
 
+    if until is not None and not isinstance(until, Cut):
+        raise TypeError(f"until must be a Cut, got {type(until).__name__}")
+
+    if callable(operator) and not isinstance(operator, SplittingOperator):
+        if shape is None:
+            raise ValueError("shape (M, D) must be given with a function")
+        free = MatrixFreeOperator(operator, shape, dtype or torch.float32, device or "cpu")
+        return extremal_eigenpairs(
+            free, solver, tol, backend=backend, generator=generator, progress=progress, until=until
+        )
+    if shape is not None or dtype is not None or device is not None:
+        raise ValueError("shape, dtype and device belong to a function; an operator has its own")
     operators = _as_list(operator)
     starts = _random_starts(operators, generator) if solver.uses_starts else []
-    spectra = solver.solve(Eigenproblem(operators, starts, tol, backend, progress))
+    spectra = solver.solve(Eigenproblem(operators, starts, tol, backend, progress, until))
 
     if isinstance(operator, Mapping):
         # A capture knows the shapes of its layers.

@@ -1,39 +1,34 @@
-"""The default solver: Lanczos with full reorthogonalization, all filters of all layers in lockstep."""
+"""Lanczos with full reorthogonalization, all filters of all layers in lockstep, and a certificate for its results."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from s3d_fast.backends.choice import choose
 from s3d_fast.backends.interface import Backend
 from s3d_fast.base import require
 from s3d_fast.maths.reference import KrylovState
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.solver import Eigenproblem, Solver, counted
-from s3d_fast.solvers.spectrum import Found, Spectrum, spectrum, unit_vectors
+from s3d_fast.solvers.cut import Ranking
+from s3d_fast.solvers.solver import MARGIN, Eigenproblem, Solver, counted
+from s3d_fast.solvers.spectrum import Found, Pairs, Spectrum, Status, unit_vectors
 
-# Steps between two checks of convergence: finding the Ritz values costs about as much as a step of a small layer, and
-# the host has to wait for a GPU.
+# On a GPU, steps between two checks of convergence: the host has to wait for the device.
 CHECK_EVERY = 2
-# N D of a filter from which a step is long: on a CPU, the work of finding Ritz values is then negligible, and filters
-# may leave after every step.
-LONG_STEP = 2**18
+# On a CPU, the flops of products that take about twice as long as a check of one filter after one step; a check after k
+# steps takes k times as long. Filters are checked as soon as the products since the last check have taken that long,
+# and at the latest when their spaces have grown by this factor.
+CHECK_FLOPS, CHECK_GROWTH = 2.0**15, 1.25
 # Filters leave together, once they are this share of their layer: later steps then save more than copying the rest
 # costs.
 LEAVING_SHARE = 1 / 4
-# A filter leaves for good only when its residual is below this times the tolerance. A Ritz value can rest on the second
-# eigenvalue for a while, with a small residual, before it finds the first. Filters that have only just converged stay
-# while others need the layer's steps anyway: this uncovers nearly all such cases at no cost.
-LEAVE_BELOW = 1e-2
-# The weight of the rows' common part in a start vector; the random unit vector has weight 1.
-COMMON = 4.0
-# The rounding error of a residual, in units of the machine epsilon times the spectral radius.
-ROUNDING = 4
+# The probability that a certified width is wrong.
+DELTA = 1e-3
 
 
 @dataclass(frozen=True)
@@ -42,30 +37,36 @@ class Lanczos(Solver):
 
     Attributes:
         max_iters: the largest number of steps.
+        delta: the largest probability that a certified width is wrong, for each end of each filter.
     """
 
     max_iters: int = 128
+    delta: float = DELTA
 
     def __post_init__(self) -> None:
         require.count("max_iters", self.max_iters)
+        require.probability("delta", self.delta)
 
     def solve(self, problem: Eigenproblem) -> list[Spectrum]:
         """Return the spectrum of every operator.
 
-        A filter counts as converged when both Ritz residuals are at most tol times its spectral radius, or when its
-        Krylov space is exhausted (S = 0, low rank, few distinct eigenvalues, D steps): the space then holds the extreme
+        A filter has converged when both Ritz residuals and both certified widths are at most tol times its spectral
+        radius. An exhausted Krylov space (S = 0, low rank, few distinct eigenvalues, D steps) holds the extreme
         eigenvectors exactly. Memory: one vector of M D entries per step and layer.
         """
-        layers = [
-            _Spaces(operator, _started(operator, start))
-            for operator, start in zip(problem.operators, problem.starts, strict=True)
-        ]
+        layers, first = [], 0
+        for operator, start in zip(problem.operators, problem.starts, strict=True):
+            layers.append(_Spaces(operator, start, first))
+            first += operator.shape[0]
         tol, backend = problem.tol, problem.backend
         by_kind: dict[tuple[torch.dtype, torch.device], list[_Spaces]] = {}
         for spaces in layers:
             by_kind.setdefault((spaces.q.dtype, spaces.q.device), []).append(spaces)
-        groups = [_Lockstep(members, tol, choose(backend, members[0].q)) for members in by_kind.values()]
-        always_look = _are_long(problem.operators)
+        ranking = problem.ranking(layers[0].q.device) if layers else None
+        groups = [
+            _Lockstep(members, tol, self.delta, choose(backend, members[0].q), ranking) for members in by_kind.values()
+        ]
+        work, looked = 0.0, 0
         for step in counted(self.max_iters, problem.progress):
             groups = [group for group in groups if group.layers]
             if not groups:
@@ -75,49 +76,40 @@ class Lanczos(Solver):
             products = matvec_all(operators_at_work, vectors, backend)
             for (group, spaces), product in zip(at_work, products, strict=True):
                 group.extend(spaces, product)
-            last = step == self.max_iters
-            may_stop = last or step % CHECK_EVERY == 0 or all(spaces.is_full for _, spaces in at_work)
-            if may_stop or always_look:
-                _check(groups, may_stop, last)
-        return [spaces.spectrum(tol) for spaces in layers]
+            work += sum(map(_flops, operators_at_work))
+            last = step == self.max_iters or all(spaces.is_full for _, spaces in at_work)
+            if last or step >= CHECK_GROWTH * looked + 2 or _is_time(groups, step, work):
+                _check(groups, last)
+                work, looked = 0.0, step
+        return [spaces.spectrum(tol, backend) for spaces in layers]
 
 
-def _started(operator: SplittingOperator, random: Tensor) -> Tensor:
-    """Return the start vectors: random unit vectors plus COMMON times the common part of the rows, normalized.
-
-    Rows behind a ReLU have much in common, and that is most of many extreme eigenvectors. The random part ensures that
-    no eigenvector is missed.
-    """
-    common = operator.common_part()
-    return random if common is None else normalize(random + COMMON * common, dim=-1)
+def _flops(operator: SplittingOperator) -> float:
+    """Return the flops of a product; infinite where they are many in any case, on patches, edges and chains."""
+    return math.inf if operator.rows is None else 4.0 * operator.rows * operator.shape[0] * operator.shape[1]
 
 
-def _are_long(operators: Sequence[SplittingOperator]) -> bool:
-    """Return whether the steps are so long that checking all filters after each step costs nothing.
-
-    Operators without `rows`, on patches or edges, always have long steps and are not counted.
-    """
-    if any(operator.device.type != "cpu" for operator in operators):
-        return False
-    filters = work = 0
-    for operator in operators:
-        if operator.rows is not None:
-            filters += operator.shape[0]
-            work += operator.shape[0] * operator.shape[1] * operator.rows
-    return work >= LONG_STEP * filters
+def _is_time(groups: Sequence[_Lockstep], step: int, work: float) -> bool:
+    """Return whether the products since the last check have taken as long as a check."""
+    if any(group.length.device.type != "cpu" for group in groups):
+        return step % CHECK_EVERY == 0
+    # Two steps certify nothing.
+    return step > 2 and work >= CHECK_FLOPS * step * sum(len(group.length) for group in groups)
 
 
-def _check(groups: Sequence[_Lockstep], may_stop: bool, last: bool) -> None:
-    """Release filters that are well past convergence; with `may_stop`, also stop layers that have converged.
+def _check(groups: Sequence[_Lockstep], last: bool) -> None:
+    """Release the filters that are done.
 
     The host waits for the device only here: once, for all layers.
     """
-    flags = [group.progress() for group in groups]
-    converged, leaving = torch.cat([flag.to(flags[0].device) for flag in flags], -1).tolist()
+    for group in groups:
+        group.look()
+    flags = [group.done() for group in groups]
+    leaving = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
     first = 0
     for group, flag in zip(groups, flags, strict=True):
-        own = slice(first, first + flag.shape[1])
-        group.settle(converged[own], leaving[own], may_stop, last)
+        own = slice(first, first + len(flag))
+        group.settle(leaving[own], last)
         first = own.stop
 
 
@@ -128,9 +120,10 @@ class _Spaces:
     `self.operator` is restricted to them. `self.found` holds the Ritz vectors of the filters that have left.
     """
 
-    def __init__(self, operator: SplittingOperator, start: Tensor) -> None:
+    def __init__(self, operator: SplittingOperator, start: Tensor, first: int) -> None:
         filters, width = operator.shape
-        self.operator = operator
+        self.whole = self.operator = operator
+        self.first = first
         self.rows = torch.arange(filters, device=operator.device)
         self.basis = start.new_empty(filters, min(16, width) + 1, width)  # (M, capacity, D)
         self.basis[:, 0] = start
@@ -140,7 +133,8 @@ class _Spaces:
         self.q = start.clone(memory_format=torch.contiguous_format)  # (M, D)
         counts = torch.zeros(2, filters, dtype=torch.int64, device=operator.device)
         self.found = Found(torch.empty_like(self.q), torch.empty_like(self.q), *counts)
-        self.values, self.residuals = start.new_zeros(2, 2, filters)  # each (2, M)
+        self.values, self.errors, self.widths = start.new_zeros(3, 2, filters)  # each (2, M)
+        self.status = torch.full((filters,), int(Status.STEPS), dtype=torch.int8, device=operator.device)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -150,27 +144,27 @@ class _Spaces:
         """Whether the spaces have all D dimensions, so that no step can add anything."""
         return self.steps == self.basis.shape[2]
 
-    def release(self, leaving: Sequence[int], ritz: Tensor, values: Tensor, errors: Tensor, iterations: Tensor) -> None:
-        """Store the results of the filters that leave; `ritz` holds coordinates in the basis."""
+    def release(self, leaving: Sequence[int], state: _Results) -> None:
+        """Store the results of the filters that leave; the Ritz vectors of `state` are coordinates in the basis."""
         index = _indices(leaving, self.rows.device)
-        vectors = ritz[index, :, : self.steps].to(self.basis.dtype) @ self.basis[index, : self.steps]
-        rows, iterations = self.rows[index], iterations[index]
+        vectors = state.ritz[index, :, : self.steps].to(self.basis.dtype) @ self.basis[index, : self.steps]
+        rows, iterations = self.rows[index], state.iterations[index]
         self.found.v_min[rows], self.found.v_max[rows] = vectors[:, 0], vectors[:, 1]
         self.found.iterations[rows] = torch.where(iterations == 0, self.steps, iterations).clamp(max=self.steps)
         self.found.matvecs[rows] = self.steps
-        self.values[:, rows], self.residuals[:, rows] = (of[index].mT.to(self.values.dtype) for of in (values, errors))
+        self.status[rows] = state.status[index]
+        for kept, found in ((self.values, state.values), (self.errors, state.errors), (self.widths, state.widths)):
+            kept[:, rows] = found[index].mT.to(kept.dtype)
 
-    def spectrum(self, tol: float) -> Spectrum:
+    def spectrum(self, tol: float, backend: str) -> Spectrum:
         """Return the spectrum of all filters.
 
         A Ritz vector v = Q s combines basis vectors whose products are known: S Q = Q T + beta q e^T. Its residual
         therefore needs no further product: |S v - theta v| = beta |s_k|, plus rounding.
         """
-        rounding = ROUNDING * torch.finfo(self.values.dtype).eps * self.values.abs().amax(0)
-        residuals = self.residuals + rounding
-        return spectrum(
-            unit_vectors(self.found), self.values, residuals, self.found.iterations, self.found.matvecs, tol
-        )
+        found = self.found
+        ends = (unit_vectors(found), self.values, self.errors, self.widths)
+        return Pairs(*ends, found.iterations, found.matvecs).spectrum(self.whole, tol, self.status, backend)
 
     def keep(self, staying: Sequence[int]) -> None:
         """Keep only the given filters at work."""
@@ -179,14 +173,31 @@ class _Spaces:
         self.rows, self.q, self.basis = self.rows[index], self.q[index], self.basis[index]
 
 
+@dataclass
+class _Results:
+    """What the last check found, for each filter."""
+
+    ritz: Tensor  # (filters, 2, steps), coordinates of the Ritz vectors in the basis
+    values: Tensor  # (filters, 2)
+    errors: Tensor  # (filters, 2), residuals without rounding errors
+    widths: Tensor  # (filters, 2)
+    iterations: Tensor  # (filters,), the step at which the filter converged; 0 if it has not
+    status: Tensor  # (filters,), int8
+
+    def __getitem__(self, own: slice) -> _Results:
+        return _Results(*(getattr(self, name)[own] for name in self.__dataclass_fields__))
+
+
 class _Lockstep:
     """The tridiagonal matrices T = Q^T S Q of all filters of some layers, layer after layer.
 
     All layers share these tensors because the work on them is small for each layer.
     """
 
-    def __init__(self, layers: Sequence[_Spaces], tol: float, backend: Backend) -> None:
-        self.layers, self.tol, self.backend = list(layers), tol, backend
+    def __init__(
+        self, layers: Sequence[_Spaces], tol: float, delta: float, backend: Backend, ranking: Ranking | None
+    ) -> None:
+        self.layers, self.tol, self.backend, self.ranking = list(layers), tol, backend, ranking
         filters, q = sum(map(len, layers)), layers[0].q
         self.alpha = q.new_zeros(filters, 17)  # diagonal of T
         self.beta = torch.zeros_like(self.alpha)  # off-diagonal of T; the last one couples to the next vector
@@ -194,12 +205,11 @@ class _Lockstep:
         self.length = torch.zeros(filters, dtype=torch.int64, device=q.device)
         self.scale = q.new_zeros(filters)
         self.iterations = torch.zeros_like(self.length)
-        # From the last check: coordinates in the basis, (filters, 2, steps); values and errors, (filters, 2).
-        self.ritz, self.values, self.errors = (
-            q.new_empty(filters, 2, 0),
-            q.new_empty(filters, 2),
-            q.new_empty(filters, 2),
-        )
+        # A random unit vector of D entries has a component below t with a probability of at most t sqrt(2 D / pi).
+        widths = [spaces.q.shape[1] for spaces in layers for _ in range(len(spaces))]
+        self.growth = torch.tensor(widths, dtype=torch.float64, device=q.device) * (2 / math.pi / delta**2)
+        self.numbers = torch.cat([spaces.first + spaces.rows for spaces in layers])
+        self.found: _Results | None = None
         self._place()
 
     def _place(self) -> None:
@@ -237,39 +247,62 @@ class _Lockstep:
             )
         return self.states[spaces]
 
-    def progress(self) -> Tensor:  # (2, filters), bool
-        """Find the Ritz vectors; return which filters have converged, and which of them may leave."""
+    def look(self) -> None:
+        """Find the Ritz vectors, their residuals and certified widths; tell the ranking."""
         steps = max(spaces.steps for spaces in self.layers)
         alpha, beta = self.alpha[:, :steps], self.beta[:, :steps]
-        self.values, self.ritz = self.backend.tridiagonal_extremes(alpha=alpha, beta=beta, length=self.length)
-        radius = self.values.abs().amax(-1)
+        values, ritz = self.backend.tridiagonal_extremes(alpha=alpha, beta=beta, length=self.length)
+        widths = self.backend.certified_widths(
+            alpha=alpha, beta=beta, length=self.length, values=values, growth=self.growth
+        )
         # |S Q s - theta Q s| = beta_k |s_k|; an exhausted space has no coupling left.
-        coupling = beta[:, -1].double()
-        self.errors = coupling[:, None] * self.ritz[:, :, -1].abs()
-        error = self.errors.amax(-1)
-        exhausted = coupling == 0
-        converged = exhausted | (error <= self.tol * radius)
-        leaving = exhausted | (error <= LEAVE_BELOW * self.tol * radius)
+        errors = beta[:, -1].double()[:, None] * ritz[:, :, -1].abs()
+        status = torch.full_like(self.length, int(Status.STEPS), dtype=torch.int8)
+        self.found = _Results(ritz, values, errors, widths, self.iterations, status)
+        if self.ranking is not None:
+            self.ranking.learn(self.numbers.to(self.ranking.lower.device), *self._for_ranking())
+
+    def _for_ranking(self) -> tuple[Tensor, Tensor]:
+        assert self.ranking is not None
+        assert self.found is not None
+        device = self.ranking.lower.device
+        return self.found.values.to(device), self.found.widths.to(device)
+
+    def done(self) -> Tensor:  # (filters,), bool
+        """Return which filters need no further step."""
+        assert self.found is not None
+        found, steps = self.found, max(spaces.steps for spaces in self.layers)
+        radius = found.values.abs().amax(-1)
+        # Rounding errors are added at the end: no further step makes them smaller.
+        converged = torch.maximum(found.errors, found.widths).amax(-1) <= MARGIN * self.tol * radius
+        exhausted = self.beta[:, steps - 1] == 0
+        broken = ~found.values.isfinite().all(-1)
+        decided = torch.zeros_like(converged)
+        if self.ranking is not None:
+            numbers = self.numbers.to(self.ranking.lower.device)
+            decided = self.ranking.decided(numbers, self._for_ranking()[0], self.tol).to(converged.device)
+        found.status[converged | exhausted] = int(Status.STAGNATION)
+        found.status[decided] = int(Status.DECIDED)
         # Back to 0 if a converged filter finds a better Ritz value and has not converged to it yet.
         since = torch.where(self.iterations == 0, steps, self.iterations)
-        self.iterations = torch.where(converged, since, 0)
-        return torch.stack([converged, leaving])
+        self.iterations = found.iterations = torch.where(converged, since, 0)
+        return converged | exhausted | broken | decided
 
-    def settle(self, converged: Sequence[bool], leaving: Sequence[bool], may_stop: bool, last: bool) -> None:
-        """Release filters and stop layers; `converged` and `leaving` come from `progress`."""
+    def settle(self, leaving: Sequence[bool], last: bool) -> None:
+        """Release filters and stop layers; `leaving` comes from `done`."""
+        assert self.found is not None
         remaining: list[_Spaces] = []
         staying: list[int] = []
         for spaces, own in self.own.items():
-            results = (self.ritz[own], self.values[own], self.errors[own], self.iterations[own])
-            if last or all(leaving[own]) or (may_stop and all(converged[own])):
-                spaces.release(range(len(spaces)), *results)
+            if last or all(leaving[own]):
+                spaces.release(range(len(spaces)), self.found[own])
                 # Free the basis: it is large and no longer needed.
                 spaces.basis = spaces.basis.new_empty(0, 0, spaces.basis.shape[2])
                 self.states.pop(spaces, None)
                 continue
             rows = list(range(own.start, own.stop))
             if sum(leaving[own]) >= LEAVING_SHARE * len(spaces):
-                spaces.release([i - own.start for i in rows if leaving[i]], *results)
+                spaces.release([i - own.start for i in rows if leaving[i]], self.found[own])
                 rows = [i for i in rows if not leaving[i]]
                 self.states.pop(spaces, None)
                 spaces.keep([i - own.start for i in rows])
@@ -278,8 +311,8 @@ class _Lockstep:
         self.layers = remaining
         if len(staying) < len(self.length):
             index = _indices(staying, self.length.device)
-            self.alpha, self.beta = self.alpha[index], self.beta[index]
-            self.length, self.scale, self.iterations = self.length[index], self.scale[index], self.iterations[index]
+            for name in ("alpha", "beta", "length", "scale", "iterations", "growth", "numbers"):
+                setattr(self, name, getattr(self, name)[index])
             self._place()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch.nn.functional import normalize
 from s3d_fast.base import require
 from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
-from s3d_fast.solvers.solver import Eigenproblem, Solver, counted
-from s3d_fast.solvers.spectrum import Found, Spectrum, measure
+from s3d_fast.solvers.lanczos import DELTA, Lanczos
+from s3d_fast.solvers.solver import MARGIN, Eigenproblem, Solver, counted
+from s3d_fast.solvers.spectrum import Found, Pairs, Spectrum, Status, measure
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,24 @@ class Rayleigh(Solver):
     Attributes:
         max_iters: the largest number of iterations; each costs two products.
         step: the step size, in units of 1 / (spectral radius).
+        delta: the largest probability that a certified width is wrong, for each end of each filter.
     """
 
     max_iters: int = 1000
     step: float = 0.9
+    delta: float = DELTA
 
     def __post_init__(self) -> None:
+        require.probability("delta", self.delta)
         require.count("max_iters", self.max_iters)
         require.positive("step", self.step)
 
     def solve(self, problem: Eigenproblem) -> list[Spectrum]:
-        """Return the spectrum of every operator; a layer stops when its last filter has converged."""
+        """Return the spectrum of every operator; a layer stops when its last filter has converged.
+
+        Descent can rest at an eigenvector that is not extreme. A Krylov space from the same start then tells: it costs
+        a few products, and gives the certified widths.
+        """
         runs = [_Descent(*pair) for pair in zip(problem.operators, problem.starts, strict=True)]
         for _ in counted(self.max_iters, problem.progress):
             active = [run for run in runs if not run.finished]
@@ -45,7 +53,24 @@ class Rayleigh(Solver):
             for run, SV in zip(active, products, strict=True):
                 run.advance(SV, problem.tol, self.step)
         found = [Found(run.V[0], run.V[1], run.iterations, 2 * run.products) for run in runs]
-        return measure(problem.operators, found, problem.tol, problem.backend)
+        pairs = measure(problem.operators, found, problem.backend)
+        certificates = Lanczos(delta=self.delta).solve(
+            replace(problem, tol=problem.tol / 4, until=None, progress=False)
+        )
+        judged = zip(problem.operators, pairs, certificates, strict=True)
+        return [_judged(*each, problem.tol, problem.backend) for each in judged]
+
+
+def _judged(operator: SplittingOperator, pairs: Pairs, certificate: Spectrum, tol: float, backend: str) -> Spectrum:
+    """Return the spectrum of the pairs that descent found; the certificate says how far off they may be."""
+    ends = torch.stack([certificate.interval_min[:, 0], certificate.interval_max[:, 1]])
+    signs = pairs.values.new_tensor([[-1.0], [1.0]])
+    widths = (signs * (ends - pairs.values)).clamp(min=0)
+    limit = tol * pairs.values.abs().amax(0)
+    status = torch.where(widths.amax(0) > limit, int(Status.SADDLE), int(Status.STAGNATION))
+    status = torch.where(pairs.errors.amax(0) > limit, int(Status.STEPS), status)
+    pairs = replace(pairs, widths=widths, matvecs=pairs.matvecs + certificate.matvecs)
+    return pairs.spectrum(operator, tol, status, backend)
 
 
 class _Descent:
@@ -68,7 +93,7 @@ class _Descent:
         self.radius = torch.maximum(self.radius, safe_norm(SV).unsqueeze(-1).amax(0))
         error = safe_norm(gradient).amax(0)
         self.products += 1
-        self.running = self.running & (error > tol * quotient.abs().amax(0).squeeze(-1))
+        self.running = self.running & (error > MARGIN * tol * quotient.abs().amax(0).squeeze(-1))
         self.iterations += self.running
         move = torch.where(self.radius > 0, step / self.radius, 0) * self.running[:, None]
         self.V = normalize(self.V + self.signs * move * gradient, dim=-1)

@@ -7,11 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from s3d_fast.operators import SplittingOperator
+from s3d_fast.solvers.cut import Cut, Ranking
 from s3d_fast.solvers.spectrum import Spectrum
+
+# Solvers go on a little beyond the tolerance, so that rounding errors, which are added at the end, rarely decide.
+MARGIN = 0.9
 
 
 @dataclass(frozen=True)
@@ -21,9 +26,11 @@ class Eigenproblem:
     Attributes:
         operators: all of them advance together.
         starts: random unit vectors, (M, D) for each operator; none for a solver that uses none.
-        tol: a filter has converged when both residuals are at most `tol` times its spectral radius.
+        tol: a filter has converged when residuals and widths are at most `tol` times its spectral radius.
         backend: the name of the backend.
         progress: show a counter of the steps.
+        until: stop at the filters for which it is certain whether they belong to those that gain the most.
+        known: what is known of gains beyond these operators' filters.
     """
 
     operators: Sequence[SplittingOperator]
@@ -31,6 +38,22 @@ class Eigenproblem:
     tol: float
     backend: str = "auto"
     progress: bool = False
+    until: Cut | None = None
+    known: Sequence[Spectrum] = ()
+
+    def ranking(self, device: torch.device) -> Ranking | None:
+        """Return the ranking of all filters, those of the operators first; None without a cut."""
+        if self.until is None:
+            return None
+        own = sum(operator.shape[0] for operator in self.operators)
+        ranking = self.until.ranking(own + sum(map(len, self.known)), device)
+        first = own
+        for spectrum in self.known:
+            places = torch.arange(first, first + len(spectrum), device=device)
+            values = torch.stack([spectrum.lambda_min, spectrum.lambda_max], -1).to(device)
+            ranking.learn(places, values, torch.zeros_like(values))
+            first += len(spectrum)
+        return ranking
 
     def restricted(self, places: Sequence[int]) -> Eigenproblem:
         """Return the problem of the operators at these places."""

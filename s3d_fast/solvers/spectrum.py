@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -13,6 +14,18 @@ from s3d_fast.base.tables import html_table
 from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.operators.operator import LayerShape
+from s3d_fast.solvers.rounding import in_double, rounding_error
+
+
+class Status(IntEnum):
+    """Why a solver stopped working on a filter."""
+
+    CONVERGED = 0  # residuals and certified widths are at most tol times the spectral radius
+    DECIDED = 1  # it was certain whether the filter belongs to those that gain the most: `until`
+    STEPS = 2  # the solver ran out of steps
+    STAGNATION = 3  # rounding errors of the products exceed the tolerance; more steps do not help
+    BREAKDOWN = 4  # a product was not finite
+    SADDLE = 5  # descent came to rest at an eigenvalue that is not extreme
 
 
 @dataclass(frozen=True)
@@ -22,6 +35,9 @@ class Spectrum:
     The eigenvalues are the Rayleigh quotients of the vectors, so v^T S v = lambda holds whether or not a filter has
     converged. The residuals come from products with the vectors, or with basis vectors that they combine, and include
     rounding errors. The interval lambda +- residual contains an eigenvalue of S.
+
+    That this is the extreme eigenvalue is what the widths certify: the smallest eigenvalue of S lies in
+    `interval_min`, unless the random start vector was unlucky, which has a probability of at most `delta`.
     """
 
     lambda_min: Tensor  # (M,)
@@ -30,10 +46,29 @@ class Spectrum:
     v_max: Tensor  # (M, D), unit vectors
     residual_min: Tensor  # (M,), |S v_min - lambda_min v_min|
     residual_max: Tensor  # (M,), |S v_max - lambda_max v_max|
-    converged: Tensor  # (M,), bool: both residuals are at most tol times the spectral radius
+    converged: Tensor  # (M,), bool: residuals and certified widths are at most tol times the spectral radius
     iterations: Tensor  # (M,), int64: solver steps until the filter had converged, or until the solver stopped
     matvecs: Tensor  # (M,), int64: products S v spent on the filter
     layer: LayerShape | None = None  # of the filters' layer, if `capture` knows it
+    width_min: Tensor | None = None  # (M,), how far below lambda_min the smallest eigenvalue may lie; None: unknown
+    width_max: Tensor | None = None  # (M,), how far above lambda_max the largest eigenvalue may lie; None: unknown
+    status: Tensor | None = None  # (M,), int8, a `Status` for each filter: why the solver stopped; None: unknown
+
+    @property
+    def interval_min(self) -> Tensor:
+        """The certified interval of the smallest eigenvalue of each filter, (M, 2)."""
+        return torch.stack([self.lambda_min - _known("width_min", self.width_min), self.lambda_min], -1)
+
+    @property
+    def interval_max(self) -> Tensor:
+        """The certified interval of the largest eigenvalue of each filter, (M, 2)."""
+        return torch.stack([self.lambda_max, self.lambda_max + _known("width_max", self.width_max)], -1)
+
+    def reasons(self) -> dict[str, int]:
+        """Return for how many filters the solver stopped for each reason: {"converged": 30, "steps": 2}."""
+        status = _known("status", self.status)
+        counts = torch.bincount(status.long(), minlength=len(Status)).tolist()
+        return {reason.name.lower(): counts[reason] for reason in Status if counts[reason]}
 
     @property
     def radius(self) -> Tensor:
@@ -81,6 +116,12 @@ class Spectrum:
         return html_table(rows, f"{len(self)} filters, {int(self.converged.sum())} converged.")
 
 
+def _known(name: str, value: Tensor | None) -> Tensor:
+    if value is None:
+        raise ValueError(f"{name} is not known: no solver made this spectrum")
+    return value
+
+
 @dataclass(frozen=True)
 class Found:
     """The vectors that a solver found for the filters of one operator, before their residuals are computed."""
@@ -91,20 +132,20 @@ class Found:
     matvecs: Tensor  # (M,)
 
 
-def measure(operators: Sequence[SplittingOperator], found: Sequence[Found], tol: float, backend: str) -> list[Spectrum]:
-    """Return the spectra that belong to the vectors found; costs two more products with each operator."""
+def measure(operators: Sequence[SplittingOperator], found: Sequence[Found], backend: str) -> list[Pairs]:
+    """Return the eigenpairs that belong to the vectors found; costs two more products with each operator."""
     vectors = [unit_vectors(ends) for ends in found]
     products = matvec_all(operators, vectors, backend)
     return [
-        measured(V, SV, ends.iterations, ends.matvecs + 2, tol)
-        for V, SV, ends in zip(vectors, products, found, strict=True)
+        measured(V, SV, ends.iterations, ends.matvecs + 2) for V, SV, ends in zip(vectors, products, found, strict=True)
     ]
 
 
-def measured(V: Tensor, SV: Tensor, iterations: Tensor, matvecs: Tensor, tol: float) -> Spectrum:
-    """Return the spectrum that belongs to vectors V and their products SV, both (2, M, D)."""
+def measured(V: Tensor, SV: Tensor, iterations: Tensor, matvecs: Tensor) -> Pairs:
+    """Return the eigenpairs that belong to vectors V and their products SV, both (2, M, D)."""
     values = (V * SV).sum(-1)
-    return spectrum(V, values, safe_norm(SV - values.unsqueeze(-1) * V), iterations, matvecs, tol)
+    errors = safe_norm(SV - values.unsqueeze(-1) * V)
+    return Pairs(V, values, errors, torch.zeros_like(errors), iterations, matvecs)
 
 
 def unit_vectors(found: Found) -> Tensor:  # (2, M, D)
@@ -114,28 +155,62 @@ def unit_vectors(found: Found) -> Tensor:  # (2, M, D)
     return torch.where(largest < 0, -V, V)
 
 
-def spectrum(
-    V: Tensor,  # (2, M, D)
-    values: Tensor,  # (2, M)
-    residuals: Tensor,  # (2, M)
-    iterations: Tensor,
-    matvecs: Tensor,
-    tol: float,
-) -> Spectrum:
-    """Return the spectrum that consists of the given eigenpairs, smaller eigenvalue first."""
-    # If both eigenvalues are equal, rounding can put them in the wrong order.
-    order = values.argsort(0)
-    values, residuals = values.gather(0, order), residuals.gather(0, order)
-    V = V.gather(0, order.unsqueeze(-1).expand_as(V))
-    radius = values.abs().amax(0)
-    return Spectrum(
-        lambda_min=values[0],
-        v_min=V[0],
-        lambda_max=values[1],
-        v_max=V[1],
-        residual_min=residuals[0],
-        residual_max=residuals[1],
-        converged=residuals.amax(0) <= tol * radius,
-        iterations=iterations,
-        matvecs=matvecs,
-    )
+@dataclass(frozen=True)
+class Pairs:
+    """Eigenpairs before they are judged: both ends of M filters, the smaller first, without rounding errors."""
+
+    V: Tensor  # (2, M, D)
+    values: Tensor  # (2, M)
+    errors: Tensor  # (2, M), |S v - lambda v|
+    widths: Tensor  # (2, M), how far beyond each value the extreme eigenvalue may lie
+    iterations: Tensor  # (M,)
+    matvecs: Tensor  # (M,)
+
+    def spectrum(self, operator: SplittingOperator, tol: float, otherwise: Tensor | Status, backend: str) -> Spectrum:
+        """Return the spectrum of these pairs.
+
+        A filter has converged if its residuals and widths, rounding errors included, are at most tol times its spectral
+        radius. Where the bound of the rounding errors alone prevents that, one product in float64 replaces the bound.
+
+        Args:
+            operator: the operator that was solved, with all its filters.
+            tol: the tolerance.
+            otherwise: the status of a filter that has not converged, (M,).
+            backend: the name of the backend.
+        """
+        # If both eigenvalues are equal, rounding can put them in the wrong order.
+        order = self.values.argsort(0)
+        values, errors, widths = (of.gather(0, order) for of in (self.values, self.errors, self.widths))
+        V = self.V.gather(0, order.unsqueeze(-1).expand_as(self.V))
+        limit = tol * values.abs().amax(0)
+        rounding = rounding_error(operator, values)
+        residuals, widths = errors + rounding, widths + rounding
+        close = (errors.amax(0) <= limit) & ((widths - rounding).amax(0) <= limit)
+        doubtful = (close & (torch.maximum(residuals, widths).amax(0) > limit)).nonzero().squeeze(-1)
+        if len(doubtful):
+            exact = in_double(operator, V[:, doubtful], doubtful, backend)
+            if exact is not None:
+                quotients, true = exact
+                # How far the pairs really were off.
+                moved = (quotients - values[:, doubtful]).abs() + (true - errors[:, doubtful]).clamp(min=0)
+                values[:, doubtful] = quotients.to(values)
+                residuals[:, doubtful] = (true + (quotients - values[:, doubtful]).abs()).to(values)
+                widths[:, doubtful] = (widths[:, doubtful] - rounding[doubtful] + moved).to(values)
+        converged = torch.maximum(residuals, widths).amax(0) <= tol * values.abs().amax(0)
+        # Not in place: a status may be one number for all filters.
+        status = torch.where(converged, int(Status.CONVERGED), otherwise)
+        status = torch.where(values.isfinite().all(0), status, int(Status.BREAKDOWN)).to(torch.int8)
+        return Spectrum(
+            lambda_min=values[0],
+            v_min=V[0],
+            lambda_max=values[1],
+            v_max=V[1],
+            residual_min=residuals[0],
+            residual_max=residuals[1],
+            converged=converged,
+            iterations=self.iterations,
+            matvecs=self.matvecs,
+            width_min=widths[0],
+            width_max=widths[1],
+            status=status,
+        )

@@ -12,7 +12,7 @@ from s3d_fast.base import require
 from s3d_fast.maths.schemes import COPIES, optimal_split, split_gain
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph, Unit
-from s3d_fast.solvers import Spectrum
+from s3d_fast.solvers import Cut, Spectrum
 from s3d_fast.splitting.knapsack import Knapsack
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 
@@ -82,11 +82,37 @@ def select(
 
     candidates = _candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold)
     if budget is None:
-        chosen = _best(candidates, _limit(spectra, top_k, fraction), _caps(caps, graph))
+        filters = sum(len(spectrum.lambda_min) for spectrum in spectra.values())
+        chosen = _best(candidates, _limit(filters, top_k, fraction), _caps(caps, graph))
     else:
         chosen = _within_budget(candidates, graph, budget, cost, _caps(caps, graph), relax)
     chosen = _rounded(candidates, chosen, graph, round_to)
     return SplitPlan(graph, _splits(candidates, chosen, spectra, c))
+
+
+def cut_of(
+    filters: int,
+    *,
+    m: int | str = 2,
+    c: float = 1.3,
+    top_k: int | None = None,
+    fraction: float | None = None,
+    budget: float | None = None,
+    threshold: float = 0.0,
+    caps: int | Mapping[str, int] | None = None,
+    round_to: int = 1,
+    **_: object,
+) -> Cut | None:
+    """Return the cut that `select` makes with these options among so many filters, for `extremal_eigenpairs(until=)`.
+
+    None if gains alone do not decide: with a budget, caps or rounding, any filter may still be chosen.
+    """
+    if budget is not None or caps is not None or round_to != 1 or isinstance(m, str):
+        return None
+    limit = _limit(filters, top_k, fraction)
+    if limit == 0:
+        return None
+    return Cut(filters if limit is None else limit, m, c, threshold)
 
 
 @dataclass
@@ -154,7 +180,7 @@ def _gains(spectra: Sequence[Spectrum], m: int, c: float) -> np.ndarray:
     return np.concatenate([found[place] for place in range(len(spectra))]) if spectra else np.zeros(0)
 
 
-def _limit(spectra: Mapping[str, Spectrum], top_k: int | None, fraction: float | None) -> int | None:
+def _limit(filters: int, top_k: int | None, fraction: float | None) -> int | None:
     if top_k is not None:
         require.count("top_k", top_k, at_least=0)
         return top_k
@@ -163,7 +189,7 @@ def _limit(spectra: Mapping[str, Spectrum], top_k: int | None, fraction: float |
     require.number("fraction", fraction)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must lie in (0, 1], got {fraction!r}")
-    return max(1, round(fraction * sum(len(spectrum.lambda_min) for spectrum in spectra.values())))
+    return max(1, round(fraction * filters))
 
 
 def _caps(caps: int | Mapping[str, int] | None, graph: Graph) -> dict[str, float]:

@@ -106,6 +106,11 @@ class Definitions:
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return reference.tridiagonal_extremes(alpha, beta, length)
 
+    def certified_widths(
+        self, *, alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor
+    ) -> Tensor:
+        return reference.certified_widths(alpha, beta, length, values, growth)
+
     def symmetric_extremes(self, S: Tensor) -> tuple[Tensor, Tensor]:
         return reference.symmetric_extremes(S)
 
@@ -245,6 +250,8 @@ def _turn(expected: Tensor, found: Tensor) -> None:
 def _result_dtypes(name: str, arguments: Mapping[str, Any]) -> list[torch.dtype]:
     if name.endswith("extremes"):
         return [torch.float64] * 2
+    if name == "certified_widths":
+        return [torch.float64]
     if name.endswith("_grouped"):
         return [compute_dtype(X.dtype) for X in arguments["X"]]
     if name == "grow_weights":
@@ -369,6 +376,13 @@ def _tridiagonal() -> Arguments:
     return {"alpha": random_tensor(3, 5), "beta": random_tensor(3, 5, seed=1), "length": torch.tensor([5, 1, 3])}
 
 
+def _certificates() -> Arguments:
+    T = _tridiagonal()
+    T["beta"][1, 0] = 0
+    values, _ = reference.tridiagonal_extremes(**T)
+    return {**T, "values": values, "growth": torch.tensor([1e3, 1e9, 1e6], dtype=torch.float64)}
+
+
 def _matrices() -> Arguments:
     X, C = RowsCase(97, 9, 5).tensors()
     return {"X": X, "C": C, "bias": True}
@@ -407,5 +421,6 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     "grow_weights": _grow,
     "krylov_extend": _krylov,
     "tridiagonal_extremes": _tridiagonal,
+    "certified_widths": _certificates,
     "symmetric_extremes": lambda: {"S": random_tensor(3, 5, 5) + random_tensor(3, 5, 5).mT},
 }

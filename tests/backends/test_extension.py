@@ -189,6 +189,10 @@ LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "grow_weights": _growth,
     "symmetric_extremes": lambda: (kernels.splitting_matrices(*_rows()[:2], True),),
     "tridiagonal_extremes": lambda: (random_tensor(50, 30), random_tensor(50, 30, seed=1), torch.full((50,), 30)),
+    "certified_widths": lambda: (
+        *(random_tensor(50, 30), random_tensor(50, 30, seed=1), torch.full((50,), 30)),
+        *(10 + random_tensor(50, 2, seed=2), torch.full((50,), 1e6, dtype=torch.float64)),
+    ),
 }
 
 

@@ -158,6 +158,11 @@ SHAPES: list[tuple[str, int, Change]] = [
     ("tridiagonal_extremes", 0, lambda alpha: alpha[:, :0]),
     ("tridiagonal_extremes", 2, shorter),
     ("tridiagonal_extremes", 2, deeper),
+    *(("certified_widths", position, change) for position in (0, 1) for change in (narrower, shorter, flatter)),
+    ("certified_widths", 0, lambda alpha: alpha[:, :0]),
+    *(("certified_widths", position, shorter) for position in (2, 3, 4)),
+    ("certified_widths", 3, narrower),
+    *(("certified_widths", position, deeper) for position in (2, 4)),
 ]
 
 DTYPES: list[tuple[str, int, Change]] = [
@@ -176,6 +181,7 @@ DTYPES: list[tuple[str, int, Change]] = [
             "activation_slopes": (0, 1),
             "krylov_extend": (0, 1, 2, 3, 5),
             "tridiagonal_extremes": (0, 1),
+            "certified_widths": (0, 1, 3, 4),
         }.items()
         for position in positions
         for change in (Tensor.float, Tensor.half, whole, Tensor.cfloat)
@@ -198,6 +204,7 @@ DTYPES: list[tuple[str, int, Change]] = [
             ("tied_maps", 3),
             ("krylov_extend", 4),
             ("tridiagonal_extremes", 2),
+            ("certified_widths", 2),
         ]
         for change in (Tensor.int, Tensor.double)
     ),
@@ -214,6 +221,7 @@ RANGES: list[tuple[str, int, Change]] = [
     *(("grow_weights", 4, first(but_for(value))) for value in (1, -2, -(2**62))),
     *(("grow_weights", 5, first(but_for(value))) for value in (4, -1, 2**62)),
     *(("tridiagonal_extremes", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
+    *(("certified_widths", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
     *(("tied_maps", position, but_for(value)) for position in (2, 3) for value in (20, -1, 2**62)),
 ]
 

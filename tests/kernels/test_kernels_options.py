@@ -47,6 +47,9 @@ CALLS: dict[str, Callable[[Tensor, str], Any]] = {
     "tridiagonal_extremes": lambda x, backend: choose(backend, x).tridiagonal_extremes(
         alpha=x, beta=x, length=torch.full((6,), 2)
     ),
+    "certified_widths": lambda x, backend: choose(backend, x).certified_widths(
+        alpha=x, beta=x, length=torch.full((6,), 2), values=x[:, :2].detach(), growth=x[:, 0].detach() ** 2 + 4
+    ),
 }
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 

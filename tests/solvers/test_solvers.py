@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from s3d_fast import PointwiseOperator, Spectrum, SplittingOperator, SumOperator, extremal_eigenpairs
-from s3d_fast.solvers import lanczos
 from tests.cases import CONVS, EDGES, RowsCase
 from tests.operators.test_operators import operator_of
 
@@ -138,7 +137,10 @@ def test_the_residual_is_true_and_an_eigenvalue_lies_within_it(name: str, solver
     for value, vector, residual in ends:
         v = vector.double()
         recomputed = ((S @ v.unsqueeze(-1)).squeeze(-1) - value[:, None] * v).norm(dim=-1)
-        assert bool(((residual - recomputed).abs() <= slack).all())
+        # Reported residuals include a bound of their rounding errors.
+        bound = 6 * torch.finfo(dtype).eps * operator.magnitude()
+        assert bool((recomputed <= residual + 0.1 * slack).all())
+        assert bool((residual <= recomputed + slack + bound).all())
         nearest = (values - value[:, None]).abs().amin(-1)
         assert bool((nearest <= residual + slack).all())
 
@@ -236,11 +238,12 @@ def test_not_converging_is_visible(solver: str) -> None:
 
 
 @both_dtypes
-def test_converged_means_residuals_within_the_tolerance(dtype: torch.dtype) -> None:
+def test_converged_means_residuals_and_widths_within_the_tolerance(dtype: torch.dtype) -> None:
     operator = prescribed(random_values(40), dtype)
     for max_iters in (4, 8, 12, 16):
-        spectrum = extremal_eigenpairs(operator, tol=1e-3, max_iters=max_iters)
-        worst = torch.maximum(spectrum.residual_min, spectrum.residual_max)
+        spectrum = extremal_eigenpairs(operator, "lanczos", tol=1e-3, max_iters=max_iters)
+        ends = (spectrum.residual_min, spectrum.residual_max, spectrum.width_min, spectrum.width_max)
+        worst = torch.stack(ends).amax(0)
         assert torch.equal(spectrum.converged, worst <= 1e-3 * spectrum.radius)
 
 
@@ -283,8 +286,8 @@ def test_the_global_random_state_is_untouched(solver: str) -> None:
 def test_max_iters_is_respected(solver: str, per_step: int, max_iters: int) -> None:
     spectrum = extremal_eigenpairs(prescribed(random_values(4)), solver, tol=1e-12, max_iters=max_iters)
     assert spectrum.iterations.tolist() == [max_iters] * 4
-    # Descent measures its residuals by two more products; Lanczos knows them.
-    assert spectrum.matvecs.tolist() == [per_step * max_iters + 2 * (solver == "rayleigh")] * 4
+    # Descent measures its residuals by two more products, and a Krylov space of all D steps certifies them.
+    assert spectrum.matvecs.tolist() == [per_step * max_iters + (2 + D) * (solver == "rayleigh")] * 4
 
 
 class CountingOperator(SplittingOperator):
@@ -312,7 +315,7 @@ def few_slow_filters() -> Tensor:
 
 def test_filters_that_converge_early_cost_less() -> None:
     operator = CountingOperator(prescribed(few_slow_filters()))
-    spectrum = extremal_eigenpairs(operator, tol=1e-6)
+    spectrum = extremal_eigenpairs(operator, "lanczos", tol=1e-6)
     assert bool(spectrum.converged.all())
     assert int(spectrum.matvecs[:60].max()) * 3 < int(spectrum.matvecs[60:].min())
     assert int(spectrum.iterations[:60].max()) < int(spectrum.iterations[60:].min())
@@ -320,7 +323,7 @@ def test_filters_that_converge_early_cost_less() -> None:
 
 def test_matvecs_are_the_products_that_were_computed() -> None:
     operator = CountingOperator(prescribed(few_slow_filters()))
-    assert torch.equal(extremal_eigenpairs(operator, tol=1e-6).matvecs, operator.counts)
+    assert torch.equal(extremal_eigenpairs(operator, "lanczos", tol=1e-6).matvecs, operator.counts)
 
 
 def test_counts_are_per_filter() -> None:
@@ -337,15 +340,15 @@ def test_counts_are_per_filter() -> None:
 
 def test_a_tighter_tolerance_costs_more_and_gives_more() -> None:
     operator = prescribed(random_values(6, 64))
-    loose, tight = (extremal_eigenpairs(operator, tol=tol) for tol in (1e-1, 1e-8))
+    loose, tight = (extremal_eigenpairs(operator, "lanczos", tol=tol) for tol in (1e-1, 1e-8))
     assert int(loose.matvecs.max()) < int(tight.matvecs.min())
-    assert float((tight.residual_max / loose.residual_max).max()) < 1e-3
+    assert float((tight.residual_max / loose.residual_max).max()) < 1e-2
 
 
 @both_dtypes
 def test_rank_deficient_rows_are_solved(dtype: torch.dtype) -> None:
     X, C = RowsCase(5, 40, 6, dtype).tensors(seed=17)
-    spectrum = extremal_eigenpairs((X, C), tol=RESIDUAL[dtype])
+    spectrum = extremal_eigenpairs((X, C), "lanczos", tol=RESIDUAL[dtype])
     values = torch.linalg.eigvalsh(dense(PointwiseOperator(X, C)))
     radius = values.abs().amax(-1)
     assert bool(spectrum.converged.all())
@@ -357,14 +360,14 @@ def test_start_vectors_are_independent_of_data_from_the_commonest_seed() -> None
     torch.manual_seed(0)
     X, C = torch.randn(2, 40), torch.rand(2, 5) + 0.1
     # Two rows with positive coefficients: the smallest eigenvalue is 0, along everything orthogonal to the rows.
-    spectrum = extremal_eigenpairs((X, C))
+    spectrum = extremal_eigenpairs((X, C), "lanczos")
     assert bool((spectrum.lambda_min.abs() <= 1e-5 * spectrum.radius).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_rows_stored_in_16_bits_are_solved_in_float32(dtype: torch.dtype) -> None:
     X, C = RowsCase(50, 12, 4, dtype).tensors()
-    spectrum = extremal_eigenpairs((X, C), tol=1e-4)
+    spectrum = extremal_eigenpairs((X, C), "lanczos", tol=1e-4)
     values = torch.linalg.eigvalsh(dense(PointwiseOperator(X.double(), C.double())))
     assert spectrum.lambda_min.dtype == torch.float32
     radius = values.abs().amax(-1)
@@ -383,7 +386,7 @@ def test_lanczos_is_ten_times_cheaper_than_descent_on_a_random_layer() -> None:
         worst = torch.maximum((spectrum.lambda_min - values[:, 0]).abs(), (spectrum.lambda_max - values[:, -1]).abs())
         return float((worst / values.abs().amax(-1)).max())
 
-    spectrum = extremal_eigenpairs(operator, tol=1e-2)
+    spectrum = extremal_eigenpairs(operator, "lanczos", tol=1e-2)
     matvecs = int(spectrum.matvecs.max())
     print(f"lanczos: error {error(spectrum):.1e} of the spectral radius after {matvecs} products")
     assert bool(spectrum.converged.all())
@@ -399,83 +402,13 @@ def test_lanczos_is_ten_times_cheaper_than_descent_on_a_random_layer() -> None:
         assert error(descent) > 1e-3
 
 
-@pytest.mark.parametrize(("leave_below", "right"), [(lanczos.LEAVE_BELOW, True), (1.0, False)])
-def test_filters_that_stay_on_find_the_extreme_that_they_had_missed(
-    leave_below: float, right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lanczos, "LEAVE_BELOW", leave_below)
-    missed = 0
-    for seed in (100, 101, 102):
-        generator = torch.Generator().manual_seed(seed)
-        X = torch.randn(1024, 64, generator=generator, dtype=torch.float64)
-        C = torch.randn(1024, 128, generator=generator, dtype=torch.float64)
-        found, true = (extremal_eigenpairs((X, C), solver=solver, tol=1e-2) for solver in ("lanczos", "exact"))
-        low, high = found.lambda_min - true.lambda_min, true.lambda_max - found.lambda_max
-        missed += int((torch.maximum(low, high) > 1e-2 * true.radius).sum())
-    assert (missed == 0) == right
-
-
-def test_with_long_steps_filters_leave_after_any_and_layers_stop_after_every_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator = torch.Generator().manual_seed(7)
-    X = torch.randn(4096, 96, generator=generator, dtype=torch.float64)
-    # The first filters see few rows and have a low rank; the last see all.
-    C = torch.randn(4096, 64, generator=generator, dtype=torch.float64)
-    C[torch.arange(4096)[:, None] > torch.arange(1, 65) ** 2] = 0
-    assert X.numel() >= lanczos.LONG_STEP
-    true = extremal_eigenpairs((X, C), solver="exact")
-
-    def products() -> Tensor:
-        found = extremal_eigenpairs((X, C), solver="lanczos", tol=1e-3)
-        assert bool(found.converged.all())
-        for ends in ("lambda_min", "lambda_max"):
-            assert float(((getattr(found, ends) - getattr(true, ends)).abs() / true.radius).max()) <= 1e-3
-        return found.matvecs
-
-    long = products()
-    assert int((long % 2 == 1).sum()) >= len(long) / 4
-    assert int(long.max()) % lanczos.CHECK_EVERY == 0
-    monkeypatch.setattr(lanczos, "LONG_STEP", X.numel() + 1)
-    short = products()
-    assert bool((short % lanczos.CHECK_EVERY == 0).all())
-    assert int(short.max()) == int(long.max())
-    assert int(long.sum()) < int(short.sum())
-
-
-def test_what_rows_have_in_common_saves_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(8)
-    mixed = torch.randn(2048, 128, generator=generator, dtype=torch.float64) @ torch.randn(
-        128, 128, generator=generator, dtype=torch.float64
-    )
-    X, C = mixed.relu(), torch.randn(2048, 64, generator=generator, dtype=torch.float64)
-    begun = extremal_eigenpairs((X, C), tol=1e-2)
-    monkeypatch.setattr(lanczos, "COMMON", 0.0)
-    random = extremal_eigenpairs((X, C), tol=1e-2)
-    assert int(begun.matvecs.sum()) < 0.9 * int(random.matvecs.sum())
-
-
 def test_a_difference_of_operators_is_solved() -> None:
     case = RowsCase(300, 12, 5, torch.float64)
     terms = [PointwiseOperator(*case.tensors(seed=seed)) for seed in (1, 2)]
-    spectrum = extremal_eigenpairs(SumOperator(terms, [1.0, -1.0]), tol=1e-9)
+    spectrum = extremal_eigenpairs(SumOperator(terms, [1.0, -1.0]), "lanczos", tol=1e-9)
     values = torch.linalg.eigvalsh(terms[0].dense() - terms[1].dense())
     torch.testing.assert_close(spectrum.lambda_min, values[:, 0])
     torch.testing.assert_close(spectrum.lambda_max, values[:, -1])
-
-
-def test_something_in_common_that_leads_astray_misses_nothing() -> None:
-    """All rows have an entry in common that no extreme eigenvector has, and that is much larger than all others."""
-    generator = torch.Generator().manual_seed(9)
-    X = torch.randn(512, 24, generator=generator, dtype=torch.float64)
-    # Every row comes twice, with both signs of everything but the common entry: S does not mix that entry with others.
-    X, C = torch.cat([X, -X]), torch.randn(512, 16, generator=generator, dtype=torch.float64).repeat(2, 1)
-    C -= C.mean(0)
-    X[:, 0] = 100.0
-    found, true = (extremal_eigenpairs((X, C), solver=solver, tol=1e-4) for solver in ("lanczos", "exact"))
-    assert float(true.v_max[:, 0].abs().max()) < 1e-6
-    for ends in ("lambda_min", "lambda_max"):
-        assert float(((getattr(found, ends) - getattr(true, ends)).abs() / true.radius).max()) < 1e-6
 
 
 @both_dtypes
@@ -484,7 +417,7 @@ def test_residuals_of_lanczos_are_those_of_products(tol: float, dtype: torch.dty
     """Nothing is measured; the Ritz vectors' products follow from those of the basis, up to rounding."""
     X, C = RowsCase(20_000, 96, 40, dtype).tensors(seed=3)
     operator = PointwiseOperator(X, C)
-    spectrum = extremal_eigenpairs(operator, tol=tol)
+    spectrum = extremal_eigenpairs(operator, "lanczos", tol=tol)
     V = torch.stack([spectrum.v_min, spectrum.v_max])
     SV = operator.matvec(V)
     unit = 100 * torch.finfo(dtype).eps
@@ -492,5 +425,8 @@ def test_residuals_of_lanczos_are_those_of_products(tol: float, dtype: torch.dty
     residuals = torch.stack([spectrum.residual_min, spectrum.residual_max])
     assert float((((V * SV).sum(-1) - values).abs() / spectrum.radius).max()) < unit
     true = (SV - values[..., None] * V).norm(dim=-1)
-    assert float(((true - residuals).abs() / spectrum.radius).max()) < unit
-    assert tol / 1e4 < float((residuals.amax(0) / spectrum.radius).max()) <= tol
+    bound = 5 * torch.finfo(dtype).eps * operator.magnitude()
+    assert bool((true <= residuals + unit * spectrum.radius).all())
+    assert bool((residuals <= true + bound + unit * spectrum.radius).all())
+    assert bool(spectrum.converged.all())
+    assert float((residuals.amax(0) / spectrum.radius).max()) <= tol
