@@ -19,6 +19,7 @@ from s3d_fast.capture.sharding import of_all_processes
 from s3d_fast.growth.checkpoint import optimizer_tensors
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.models import DGCNN, MobileNetV1
+from s3d_fast.operators import moments_all
 from s3d_fast.records.record import Epoch
 from tests.forked import launch
 
@@ -47,7 +48,7 @@ def case(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
 def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Tensor], str]:
     """Split a model on this process's part of the data and train it for an epoch; return tensors by name, and the plan.
 
-    Names begin with "common/", "spectrum/", "split/" (weights, buffers, momentum after the split) or "trained/" (the
+    Names begin with "size/", "spectrum/", "split/" (weights, buffers, momentum after the split) or "trained/" (the
     same after training); the two losses are "loss" and "trained_loss".
     """
     model, batches = case(name)
@@ -67,6 +68,10 @@ def split_and_train(name: str, world: World, budget: int) -> tuple[dict[str, Ten
         size = operator.magnitude()
         assert size is not None
         tensors[f"size/{unit}"] = size
+        V = torch.randn(operator.shape, generator=torch.Generator().manual_seed(3))
+        if budget == 0:
+            # Without a budget, every batch is a term of its own.
+            (tensors[f"size/moments/{unit}"],) = moments_all([operator], [V])
     for solver in ("lanczos", "auto"):
         spectra = s3d.extremal_eigenpairs(operators, solver=solver, tol=1e-6)
         for unit, spectrum in spectra.items():

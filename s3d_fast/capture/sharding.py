@@ -10,7 +10,7 @@ from torch import Tensor
 
 from s3d_fast.base.world import World
 from s3d_fast.capture.all_batches import Captured
-from s3d_fast.operators import Provider, SplittingOperator, dense_all, matvec_all
+from s3d_fast.operators import Provider, SplittingOperator, dense_all, matvec_all, moments_all
 
 
 class ShardedOperator(SplittingOperator):
@@ -57,6 +57,13 @@ class AllReduce(Provider):
     def dense_all(self, operators: Sequence[SplittingOperator], backend: str) -> list[Tensor]:
         # One layer at a time: all matrices together may be large.
         return [self.sum([matrices.clone()])[0] for matrices in dense_all(_locals(operators), backend)]
+
+    def moments_all(
+        self, operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str
+    ) -> list[Tensor]:
+        # Sums over all batches, whatever the share of a process.
+        own = moments_all(_locals(operators), vectors, backend)
+        return self.sum([moments / self.share for moments in own])
 
     def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the weighted sums over the processes, with one all-reduce per dtype."""

@@ -130,8 +130,9 @@ class SplitStep:
             )
             operators = of_all_processes(operators, len(batches), self.world)
         phase.loss = operators.loss
+        selection = self._selection(phase.index, graph)
         with timed(phase, "solve"):
-            spectra = self._solved(phase, operators, self._selection(phase.index, graph))
+            spectra = self._solved(phase, operators, selection)
         # Read after the solver, which loads parts of a scratch file into memory.
         phase.memory = operators.nbytes
         if operators.plan is not None:
@@ -144,7 +145,7 @@ class SplitStep:
             ends = {name: (spectrum.lambda_min, spectrum.lambda_max) for name, spectrum in spectra.items()}
             folder.write_spectra(phase.index, ends)
         with timed(phase, "select"):
-            return select(spectra, graph, **self._selection(phase.index, graph))
+            return select(spectra, graph, **selection)
 
     @property
     def _tol(self) -> float | None:
@@ -155,8 +156,6 @@ class SplitStep:
         """Return the spectra, as exact as the selection of splits and the noise of the data ask for."""
         filters = sum(operator.shape[0] for operator in operators.values())
         until = cut_of(filters, **selection)
-        if self.solver.get("solver") == "rayleigh":
-            until = None
 
         def solve(tol: float) -> dict[str, Spectrum]:
             phase.tol = tol
@@ -165,8 +164,11 @@ class SplitStep:
 
         if self._tol is not None:
             return solve(self._tol)
+        if phase.batches < 2:
+            # A single batch tells nothing of its noise.
+            return solve(worthwhile_tolerance(None))
         spectra = solve(COARSEST)
-        errors = sampling_errors(operators, spectra)
+        errors = sampling_errors(operators, spectra, self.solver.get("backend", "auto"))
         phase.sampling_error = None if errors is None else float(errors.median())
         tol = worthwhile_tolerance(errors)
         # Another solve costs more than a slightly finer tolerance is worth.

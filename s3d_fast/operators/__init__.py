@@ -11,7 +11,7 @@ from s3d_fast.operators.operator import Provider, SplittingOperator
 from s3d_fast.operators.pointwise import PointwiseOperator
 from s3d_fast.operators.sums import SumOperator
 from s3d_fast.operators.tied import TiedConvOperator
-from s3d_fast.operators.together import dense_all, matvec_all
+from s3d_fast.operators.together import dense_all, matvec_all, moments_all
 
 __all__ = [
     "ChainOperator",
@@ -28,4 +28,5 @@ __all__ = [
     "TiedConvOperator",
     "dense_all",
     "matvec_all",
+    "moments_all",
 ]

@@ -74,6 +74,14 @@ class Step(ABC):
         """Return the tangents at which the step has curvature, each with its product with that curvature."""
         return []
 
+    def lengths(self, made: Sequence[Any], tensors: Tensors) -> Any:
+        """Return a bound of |J| behind the step, from bounds before it; `tensors` returns absolute values."""
+        return self.tangent(made, tensors)
+
+    def sizes(self, made: Sequence[Any], tensors: Tensors) -> list[Tensor]:
+        """Return a bound of |J|^T |C| |J| at every entry with curvature, from bounds of |J| and absolute values."""
+        return []
+
 
 @dataclass(frozen=True)
 class Part:
@@ -126,8 +134,8 @@ class Write(Step):
     def tangent(self, made: Sequence[Any], tensors: Tensors) -> Any:
         raise NotImplementedError("a Write step starts from directions")
 
-    def output(self, V: Tensor, tensors: Tensors) -> Tensor:
-        """Return the tangent of the call's output for directions of the filters, (M, D)."""
+    def output(self, V: Tensor, tensors: Tensors, squared: bool = False) -> Tensor:
+        """Return the tangent of the call's output for directions of the filters, (M, D); see `evaluated`."""
         rest = [size for axis, size in enumerate(self.shape) if axis != self.row_axis]
         weights, biases = [], []
         for part in self.parts:
@@ -137,7 +145,7 @@ class Write(Step):
             if self.bias is not None:
                 biases.append(_placed(own[:, -1], rows, self.bias))
         weight = _total(weights).movedim(0, self.row_axis)
-        return self.evaluated(weight, _total(biases) if biases else None, tensors)
+        return self.evaluated(weight, _total(biases) if biases else None, tensors, squared)
 
     def evaluated(self, weight: Tensor, bias: Tensor | None, tensors: Tensors, squared: bool = False) -> Tensor:
         """Return the call's output for other weights, perhaps with the squares of what it reads."""
@@ -174,8 +182,17 @@ class Linear(Step):
     offset: str | None = None
 
     def tangent(self, made: Sequence[Any], tensors: Tensors) -> Any:
-        result = self.call(lambda one: made[one.step] if isinstance(one, Tangent) else tensors(one.name))
+        result = self._called(made, tensors)
         return result if self.offset is None else result - tensors(self.offset)
+
+    def lengths(self, made: Sequence[Any], tensors: Tensors) -> Any:
+        result = self._called(made, tensors)
+        if self.offset is None:
+            return result
+        return result - self._called([one if one is None else torch.zeros_like(one) for one in made], tensors)
+
+    def _called(self, made: Sequence[Any], tensors: Tensors) -> Any:
+        return self.call(lambda one: made[one.step] if isinstance(one, Tangent) else tensors(one.name))
 
 
 @dataclass(frozen=True)
@@ -205,6 +222,9 @@ class Total(Step):
             ]
         )
         return result if result.shape == self.shape else result.expand(self.shape)
+
+    def lengths(self, made: Sequence[Any], tensors: Tensors) -> Any:
+        return replace(self, factors=tuple(map(abs, self.factors))).tangent(made, tensors)
 
 
 @dataclass(frozen=True)
@@ -247,6 +267,10 @@ class Curve(Step):
                 products[one] = products[one] + term if one in products else term
         return [(r[i], y) for i, y in products.items()]
 
+    def sizes(self, made: Sequence[Any], tensors: Tensors) -> list[Tensor]:
+        r = self._arguments(made)
+        return [tensors(name) * r[i] * r[j] * (1 if i == j else 2) for (i, j), name in self.second.items()]
+
 
 @dataclass(frozen=True)
 class Maximum(Step):
@@ -274,6 +298,12 @@ class Maximum(Step):
         r = made[self.source]
         gap = r.take(tensors(self.winner).long()) - r.take(tensors(self.runner).long())
         return [(gap, tensors(self.kernel) * gap.detach())]
+
+    def sizes(self, made: Sequence[Any], tensors: Tensors) -> list[Tensor]:
+        if self.kernel is None:
+            return []
+        both = sum(made[self.source].take(tensors(place).long()) for place in (self.winner, self.runner))
+        return [tensors(self.kernel) * both * both]
 
 
 @dataclass(frozen=True)
@@ -317,6 +347,9 @@ class Differentiated(Step):
                 return []
             products = torch.autograd.grad(inner, leaves, allow_unused=True, materialize_grads=True)
         return list(zip(r, products, strict=True))
+
+    def lengths(self, made: Sequence[Any], tensors: Tensors) -> Any:
+        raise NotImplementedError("what a call between entries makes of lengths is not known")
 
     def _leaves(self, tensors: Tensors) -> dict[str, Tensor]:
         return {name: tensors(name).detach().requires_grad_() for name in self.names}
@@ -412,6 +445,32 @@ class ChainOperator(SplittingOperator):
             found += step.sites(made, self.tensor)
             made.append(step.tangent(made, self.tensor))
         return found
+
+    def magnitude(self) -> Tensor | None:
+        """Return an upper bound of A_j: bounds of |J| pass every step; None if a step mixes the entries of a map."""
+        if any(isinstance(step, Differentiated) for step in self.steps):
+            return None
+
+        def absolute(name: str) -> Tensor:
+            tensor = self.tensor(name)
+            return tensor.abs() if tensor.is_floating_point() else tensor
+
+        with torch.enable_grad():
+            # The sizes of filter j grow with the square of its factor: half the derivative is their sum.
+            factors = torch.ones(self.all_filters, dtype=self.dtype, device=self.device, requires_grad=True)
+            tiny = torch.finfo(self.dtype).tiny
+            made: list[Any] = []
+            for write in self.writes:
+                squares = write.output(factors.square()[:, None].expand(-1, self.shape[1]), self.tensor, squared=True)
+                # The derivative of the root is infinite at zero.
+                made.append(squares.clamp(min=tiny).sqrt())
+            total = factors.new_zeros(())
+            for step in self.steps[len(self.writes) :]:
+                total = total + sum(size.sum() for size in step.sizes(made, absolute))
+                made.append(step.lengths(made, absolute))
+            (sums,) = torch.autograd.grad(total, factors, allow_unused=True, materialize_grads=True)
+        sums = sums / 2
+        return sums if self.chosen is None else sums[self.chosen]
 
     def tangents(self, outputs: Sequence[Tensor]) -> list[Any]:
         """Return the tangents that all steps make of tangents of the layers' outputs."""

@@ -37,6 +37,12 @@ class Provider(ABC):
     def dense_all(self, operators: Sequence[SplittingOperator], backend: str) -> list[Tensor]:
         """Return the matrices of every operator of this provider, each (M, D, D)."""
 
+    @abstractmethod
+    def moments_all(
+        self, operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str
+    ) -> list[Tensor]:
+        """Return the moments over batches of every operator of this provider: see `moments_all`."""
+
 
 class SplittingOperator(ABC):
     """M symmetric D x D matrices, one per filter. Only `dense` forms them.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.operators.operator import Provider, SplittingOperator
-from s3d_fast.operators.together import matvec_all
+from s3d_fast.operators.together import matvec_all, moments_of
 
 # Tensors in the file begin at multiples of this, so that vector loads are aligned.
 ALIGNMENT = 64
@@ -110,6 +110,16 @@ class Stream(Provider):
         for places, terms in self._terms(operators):
             for place, term in zip(places, terms, strict=True):
                 term.add_dense(results[place], 1 / self.batches, backend)
+        return results
+
+    def moments_all(
+        self, operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str
+    ) -> list[Tensor]:
+        results = [torch.zeros(3, len(V), dtype=torch.float64, device=V.device) for V in vectors]
+        for places, terms in self._terms(operators):
+            products = matvec_all(terms, [vectors[place] for place in places], backend)
+            for place, product in zip(places, products, strict=True):
+                results[place] += moments_of([(vectors[place] * product).sum(-1)])
         return results
 
     def _terms(self, operators: Sequence[SplittingOperator]) -> Iterator[tuple[list[int], list[SplittingOperator]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from s3d_fast.backends.choice import choose
@@ -74,6 +75,33 @@ def dense_all(operators: Sequence[SplittingOperator], backend: str = "auto") -> 
         found.update(zip(own, provider.dense_all([operators[i] for i in own], backend), strict=True))
     for index, operator in enumerate(operators):
         yield found.pop(index) if index in found else operator.dense(backend)
+
+
+def moments_all(
+    operators: Sequence[SplittingOperator], vectors: Sequence[Tensor], backend: str = "auto"
+) -> list[Tensor]:
+    """Return for every operator the number of its batches, the sum of q_b = v^T S_b v over them, and the sum of q_b^2.
+
+    S is the average of S_b over batches b, the terms of a sum. The moments of an operator are (3, M), in float64. They
+    cost as much as one product with each operator.
+    """
+    found: dict[int, Tensor] = {}
+    for provider, own in _by_provider(operators).items():
+        moments = provider.moments_all([operators[i] for i in own], [vectors[i] for i in own], backend)
+        found.update(zip(own, moments, strict=True))
+    for index, (operator, V) in enumerate(zip(operators, vectors, strict=True)):
+        if index not in found:
+            terms = operator.weighted_terms()
+            total = sum(weight for _, weight in terms)
+            products = matvec_all([term for term, _ in terms], [V] * len(terms), backend)
+            found[index] = moments_of([total * (V * product).sum(-1) for product in products])
+    return [found[index] for index in range(len(operators))]
+
+
+def moments_of(quotients: Sequence[Tensor]) -> Tensor:  # B times (M,) -> (3, M)
+    """Return the number of quotients, their sum and the sum of their squares, for every filter."""
+    q = torch.stack(list(quotients)).double()
+    return torch.stack([torch.full_like(q[0], len(q)), q.sum(0), q.square().sum(0)])
 
 
 def _by_provider(operators: Sequence[SplittingOperator]) -> dict[Provider, list[int]]:

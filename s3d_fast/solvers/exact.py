@@ -9,6 +9,7 @@ import torch
 
 from s3d_fast.backends.choice import choose
 from s3d_fast.operators import dense_all
+from s3d_fast.solvers.judgement import judged
 from s3d_fast.solvers.solver import Eigenproblem, Solver
 from s3d_fast.solvers.spectrum import Found, Spectrum, Status, measured, unit_vectors
 
@@ -24,7 +25,7 @@ class Exact(Solver):
 
         `matvecs` is 0 for every filter: the residuals come from products with the formed S.
         """
-        spectra = []
+        found = []
         for operator, matrices in zip(problem.operators, dense_all(problem.operators, problem.backend), strict=True):
             _, vectors = choose(problem.backend, matrices).symmetric_extremes(matrices)
             zero = torch.zeros(operator.shape[0], dtype=torch.int64, device=operator.device)
@@ -32,6 +33,6 @@ class Exact(Solver):
             V = unit_vectors(Found(vectors[:, 0], vectors[:, 1], zero, zero))
             SV = torch.einsum("mde,kme->kmd", matrices, V)
             # Nothing can be missed: the widths are those of rounding errors.
-            pairs = measured(V, SV, zero, zero)
-            spectra.append(pairs.spectrum(operator, problem.tol, Status.STAGNATION, problem.backend))
-        return spectra
+            found.append(measured(V, SV, zero, zero))
+        statuses = [Status.STAGNATION] * len(found)
+        return judged(problem.operators, found, statuses, problem.tol, problem.backend)

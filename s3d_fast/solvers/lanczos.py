@@ -15,6 +15,7 @@ from s3d_fast.base import require
 from s3d_fast.maths.reference import KrylovState
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.solvers.cut import Ranking
+from s3d_fast.solvers.judgement import judged
 from s3d_fast.solvers.solver import MARGIN, Eigenproblem, Solver, counted
 from s3d_fast.solvers.spectrum import Found, Pairs, Spectrum, Status, unit_vectors
 
@@ -81,7 +82,13 @@ class Lanczos(Solver):
             if last or step >= CHECK_GROWTH * looked + 2 or _is_time(groups, step, work):
                 _check(groups, last)
                 work, looked = 0.0, step
-        return [spaces.spectrum(tol, backend) for spaces in layers]
+        return judged(
+            problem.operators,
+            [spaces.pairs() for spaces in layers],
+            [spaces.status for spaces in layers],
+            tol,
+            backend,
+        )
 
 
 def _flops(operator: SplittingOperator) -> float:
@@ -122,7 +129,7 @@ class _Spaces:
 
     def __init__(self, operator: SplittingOperator, start: Tensor, first: int) -> None:
         filters, width = operator.shape
-        self.whole = self.operator = operator
+        self.operator = operator
         self.first = first
         self.rows = torch.arange(filters, device=operator.device)
         self.basis = start.new_empty(filters, min(16, width) + 1, width)  # (M, capacity, D)
@@ -156,15 +163,14 @@ class _Spaces:
         for kept, found in ((self.values, state.values), (self.errors, state.errors), (self.widths, state.widths)):
             kept[:, rows] = found[index].mT.to(kept.dtype)
 
-    def spectrum(self, tol: float, backend: str) -> Spectrum:
-        """Return the spectrum of all filters.
+    def pairs(self) -> Pairs:
+        """Return the eigenpairs of all filters.
 
         A Ritz vector v = Q s combines basis vectors whose products are known: S Q = Q T + beta q e^T. Its residual
         therefore needs no further product: |S v - theta v| = beta |s_k|, plus rounding.
         """
         found = self.found
-        ends = (unit_vectors(found), self.values, self.errors, self.widths)
-        return Pairs(*ends, found.iterations, found.matvecs).spectrum(self.whole, tol, self.status, backend)
+        return Pairs(unit_vectors(found), self.values, self.errors, self.widths, found.iterations, found.matvecs)
 
     def keep(self, staying: Sequence[int]) -> None:
         """Keep only the given filters at work."""
@@ -281,8 +287,8 @@ class _Lockstep:
         if self.ranking is not None:
             numbers = self.numbers.to(self.ranking.lower.device)
             decided = self.ranking.decided(numbers, self._for_ranking()[0], self.tol).to(converged.device)
-        found.status[converged | exhausted] = int(Status.STAGNATION)
-        found.status[decided] = int(Status.DECIDED)
+        status = torch.where(converged | exhausted, int(Status.STAGNATION), found.status)
+        found.status = torch.where(decided, int(Status.DECIDED), status).to(torch.int8)
         # Back to 0 if a converged filter finds a better Ritz value and has not converged to it yet.
         since = torch.where(self.iterations == 0, steps, self.iterations)
         self.iterations = found.iterations = torch.where(converged, since, 0)

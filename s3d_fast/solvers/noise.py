@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from s3d_fast.operators import SplittingOperator
+from s3d_fast.operators import SplittingOperator, moments_all
 from s3d_fast.solvers.spectrum import Spectrum
 
 # The tolerances between which the one that follows from the noise lies. Coarser ones choose other filters; finer ones
@@ -17,32 +17,22 @@ FINEST, COARSEST = 1e-2, 0.1
 SHARE = 1 / 3
 
 
-def quotients_by_batch(operator: SplittingOperator, V: Tensor, backend: str = "auto") -> Tensor | None:
-    """Return v^T S_b v for every batch b, (B, M): the terms of the average over batches; None if they are not known.
-
-    It costs as much as one product with the operator.
-    """
-    terms = operator.weighted_terms()
-    if operator.provider is not None or len(terms) < 2:
-        return None
-    total = sum(weight for _, weight in terms)
-    return torch.stack([(V * term.matvec(V, backend)).sum(-1) * total for term, _ in terms])
-
-
-def sampling_errors(operators: Mapping[str, SplittingOperator], spectra: Mapping[str, Spectrum]) -> Tensor | None:
+def sampling_errors(
+    operators: Mapping[str, SplittingOperator], spectra: Mapping[str, Spectrum], backend: str = "auto"
+) -> Tensor | None:
     """Return the standard error of v_min^T S v_min over the spectral radius, for the filters for which it is known.
 
-    None if it is known for no filter: with a single batch, or where batches were added up.
+    None if it is known for no filter: with a single batch, or where batches were added up. It costs as much as one
+    product with every operator.
     """
     found = []
-    for name, operator in operators.items():
-        spectrum = spectra[name]
-        quotients = quotients_by_batch(operator, spectrum.v_min)
-        if quotients is None:
-            continue
-        error = quotients.double().std(0) / len(quotients) ** 0.5
-        alive = spectrum.radius > 0
-        found.append((error[alive] / spectrum.radius[alive].double()).cpu())
+    vectors = [spectra[name].v_min for name in operators]
+    for name, moments in zip(operators, moments_all(list(operators.values()), vectors, backend), strict=True):
+        count, total, squares = moments
+        variance = (squares - total.square() / count).clamp(min=0) / (count - 1)
+        radius = spectra[name].radius.double()
+        known = (count > 1) & (radius > 0)
+        found.append(((variance / count).sqrt() / radius)[known].cpu())
     errors = torch.cat(found) if found else torch.zeros(0)
     return errors if len(errors) else None
 

@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 from s3d_fast.base import require
 from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
+from s3d_fast.solvers.judgement import judged
 from s3d_fast.solvers.lanczos import DELTA, Lanczos
 from s3d_fast.solvers.solver import MARGIN, Eigenproblem, Solver, counted
 from s3d_fast.solvers.spectrum import Found, Pairs, Spectrum, Status, measure
@@ -57,20 +58,20 @@ class Rayleigh(Solver):
         certificates = Lanczos(delta=self.delta).solve(
             replace(problem, tol=problem.tol / 4, until=None, progress=False)
         )
-        judged = zip(problem.operators, pairs, certificates, strict=True)
-        return [_judged(*each, problem.tol, problem.backend) for each in judged]
+        certified = [_certified(*each, problem.tol) for each in zip(pairs, certificates, strict=True)]
+        pairs, statuses = [one for one, _ in certified], [status for _, status in certified]
+        return judged(problem.operators, pairs, statuses, problem.tol, problem.backend)
 
 
-def _judged(operator: SplittingOperator, pairs: Pairs, certificate: Spectrum, tol: float, backend: str) -> Spectrum:
-    """Return the spectrum of the pairs that descent found; the certificate says how far off they may be."""
+def _certified(pairs: Pairs, certificate: Spectrum, tol: float) -> tuple[Pairs, Tensor]:
+    """Return the pairs that descent found with the widths that the certificate grants, and why they may have failed."""
     ends = torch.stack([certificate.interval_min[:, 0], certificate.interval_max[:, 1]])
     signs = pairs.values.new_tensor([[-1.0], [1.0]])
     widths = (signs * (ends - pairs.values)).clamp(min=0)
     limit = tol * pairs.values.abs().amax(0)
     status = torch.where(widths.amax(0) > limit, int(Status.SADDLE), int(Status.STAGNATION))
     status = torch.where(pairs.errors.amax(0) > limit, int(Status.STEPS), status)
-    pairs = replace(pairs, widths=widths, matvecs=pairs.matvecs + certificate.matvecs)
-    return pairs.spectrum(operator, tol, status, backend)
+    return replace(pairs, widths=widths, matvecs=pairs.matvecs + certificate.matvecs), status
 
 
 class _Descent:

@@ -14,7 +14,6 @@ from s3d_fast.base.tables import html_table
 from s3d_fast.maths.reference import safe_norm
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.operators.operator import LayerShape
-from s3d_fast.solvers.rounding import in_double, rounding_error
 
 
 class Status(IntEnum):
@@ -165,52 +164,3 @@ class Pairs:
     widths: Tensor  # (2, M), how far beyond each value the extreme eigenvalue may lie
     iterations: Tensor  # (M,)
     matvecs: Tensor  # (M,)
-
-    def spectrum(self, operator: SplittingOperator, tol: float, otherwise: Tensor | Status, backend: str) -> Spectrum:
-        """Return the spectrum of these pairs.
-
-        A filter has converged if its residuals and widths, rounding errors included, are at most tol times its spectral
-        radius. Where the bound of the rounding errors alone prevents that, one product in float64 replaces the bound.
-
-        Args:
-            operator: the operator that was solved, with all its filters.
-            tol: the tolerance.
-            otherwise: the status of a filter that has not converged, (M,).
-            backend: the name of the backend.
-        """
-        # If both eigenvalues are equal, rounding can put them in the wrong order.
-        order = self.values.argsort(0)
-        values, errors, widths = (of.gather(0, order) for of in (self.values, self.errors, self.widths))
-        V = self.V.gather(0, order.unsqueeze(-1).expand_as(self.V))
-        limit = tol * values.abs().amax(0)
-        rounding = rounding_error(operator, values)
-        residuals, widths = errors + rounding, widths + rounding
-        close = (errors.amax(0) <= limit) & ((widths - rounding).amax(0) <= limit)
-        doubtful = (close & (torch.maximum(residuals, widths).amax(0) > limit)).nonzero().squeeze(-1)
-        if len(doubtful):
-            exact = in_double(operator, V[:, doubtful], doubtful, backend)
-            if exact is not None:
-                quotients, true = exact
-                # How far the pairs really were off.
-                moved = (quotients - values[:, doubtful]).abs() + (true - errors[:, doubtful]).clamp(min=0)
-                values[:, doubtful] = quotients.to(values)
-                residuals[:, doubtful] = (true + (quotients - values[:, doubtful]).abs()).to(values)
-                widths[:, doubtful] = (widths[:, doubtful] - rounding[doubtful] + moved).to(values)
-        converged = torch.maximum(residuals, widths).amax(0) <= tol * values.abs().amax(0)
-        # Not in place: a status may be one number for all filters.
-        status = torch.where(converged, int(Status.CONVERGED), otherwise)
-        status = torch.where(values.isfinite().all(0), status, int(Status.BREAKDOWN)).to(torch.int8)
-        return Spectrum(
-            lambda_min=values[0],
-            v_min=V[0],
-            lambda_max=values[1],
-            v_max=V[1],
-            residual_min=residuals[0],
-            residual_max=residuals[1],
-            converged=converged,
-            iterations=self.iterations,
-            matvecs=self.matvecs,
-            width_min=widths[0],
-            width_max=widths[1],
-            status=status,
-        )

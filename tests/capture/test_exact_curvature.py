@@ -90,6 +90,26 @@ def test_fused_forms_are_the_definition(
         assert relative_error(operator.matvec(V), defined[name].matvec(V)) <= 1e-12
 
 
+@pytest.mark.parametrize("case", [*CASES, *MAXIMA], ids=str)
+def test_magnitudes_bound_the_sums_without_cancellation(case: ChainCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, fused, _, _ = captured(case, sharpness=4.0)
+    monkeypatch.setattr(one_batch, "unit_operator", lambda *given: forms.ChainBuilder(*given).operator())
+    _, _, defined, _, _ = captured(case, sharpness=4.0)
+    for name, operator in defined.items():
+        size, other = operator.magnitude(), fused[name].magnitude()
+        if size is None:
+            assert any(type(step).__name__ == "Differentiated" for step in operator.steps)
+            continue
+        # The sum of |eigenvalues| is at most that of the terms that S is made of.
+        nuclear = torch.linalg.eigvalsh(operator.dense()).abs().sum(-1)
+        assert bool((size >= nuclear * (1 - 1e-12)).all()), name
+        if type(fused[name]).__name__ in ("PointwiseOperator", "ConvOperator", "DepthwiseOperator", "GatedOperator"):
+            # Several activations of one filter add their coefficients before the absolute value is taken.
+            assert bool(((size >= other * (1 - 1e-12)) & (size <= 2 * other)).all()), name
+        chosen = torch.tensor([len(size) - 1, 0])
+        assert torch.equal(operator.restrict(chosen).magnitude(), size[chosen])
+
+
 @pytest.mark.parametrize("order", [(nn.SiLU, nn.ReLU), (nn.ReLU, nn.SiLU), (nn.GELU, nn.ReLU6)])
 @pytest.mark.parametrize("name", ["depthwise", "two depthwise stages"])
 def test_depthwise_chains_of_unlike_activations_are_the_definition(

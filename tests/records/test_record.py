@@ -35,6 +35,8 @@ def full() -> PhaseRecord:
         negative=1,
         unconverged=2,
         batches=3,
+        tol=0.05,
+        sampling_error=0.25,
         matvecs=4,
         memory=5,
         scratch=6,

@@ -545,7 +545,7 @@ def test_bad_arguments_are_named(options: dict[str, Any], argument: str) -> None
 
 
 def cut(spectrum: s3d.Spectrum) -> s3d.Spectrum:
-    return replace(spectrum, **{name: getattr(spectrum, name)[:2] for name in vars(spectrum) if name != "layer"})
+    return replace(spectrum, **{name: value[:2] for name, value in vars(spectrum).items() if value is not None})
 
 
 def narrow(spectrum: s3d.Spectrum) -> s3d.Spectrum:
