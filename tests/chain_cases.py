@@ -343,6 +343,6 @@ def _edges(act: Act) -> nn.Module:
 # Networks with maxima: their second derivative is that of the network only away from ties.
 MAXIMA = (
     ChainCase("pooled", _pooled, (3, 8, 8), {"0": "TiedConvOperator", "4": "TiedConvOperator"}),
-    ChainCase("cloud", _cloud, (12, 3), {"a": "PointwiseOperator", "b": "ChainOperator"}),
+    ChainCase("cloud", _cloud, (12, 3), {"a": "PointwiseOperator", "b": "TiedConvOperator"}),
     ChainCase("edges", _edges, (12, 3), {"edgeconvs.0": "EdgeConvOperator", "edgeconvs.1": "EdgeConvOperator"}),
 )

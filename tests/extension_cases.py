@@ -72,6 +72,7 @@ def good_calls() -> dict[str, tuple]:
             *settings,
         ),
         "activation_slopes": (random_tensor(2, 3, 4), random_tensor(3), 1, 0, 0.0, 0.0, [0.0], [1.0]),
+        "top_two": (random_tensor(3, 5, 4),),
         "grow_weights": (
             [random_tensor(3, 4), random_tensor(2)],
             [index([0, 2, 2]), index([1, 0])],

@@ -160,6 +160,9 @@ class CpuBackend(Backend):
         _call("krylov_extend", state.basis, product, state.alpha, state.beta, state.length, state.scale, step)
         state.q.copy_(state.basis[:, step + 1])
 
+    def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return _call("top_two", values)
+
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return _call("tridiagonal_extremes", alpha, beta, length)
 

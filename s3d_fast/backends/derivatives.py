@@ -104,6 +104,7 @@ REFUSED = (
     "symmetric_extremes",
     "tridiagonal_extremes",
     "certified_widths",
+    "top_two",
 )
 
 

@@ -301,6 +301,15 @@ def tridiagonal_extremes(alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[T
     return _pairs(alpha, alpha.shape[0], alpha.shape[1])
 
 
+def top_two(values: Tensor) -> tuple[Tensor, Tensor]:
+    _require_compute_dtype("values", values)
+    if values.dim() != 3 or values.shape[1] < 2:
+        raise ValueError(f"values must have shape (R, k, M) with k >= 2, got {tuple(values.shape)}")
+    rows, _, columns = values.shape
+    first, second = (values.new_empty((rows, columns), dtype=torch.int64) for _ in range(2))
+    return first, second
+
+
 def certified_widths(alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor) -> Tensor:
     _require_tridiagonal(alpha, beta, length)
     _require_like("values", values, torch.float64, alpha.device)
@@ -443,6 +452,7 @@ FAKES: dict[str, Callable[..., object]] = {
         symmetric_extremes,
         tridiagonal_extremes,
         certified_widths,
+        top_two,
     )
 }
 

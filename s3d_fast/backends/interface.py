@@ -149,6 +149,10 @@ class Backend(ABC):
         """Take one Lanczos step in every space of `state`; `product` is S q."""
 
     @abstractmethod
+    def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of the largest and the second largest value of every column."""
+
+    @abstractmethod
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Return the extreme eigenpairs of symmetric tridiagonal matrices."""
 

@@ -418,6 +418,17 @@ def activation_slopes(
     return chosen.activation_slopes(z=z, activation=activation, scale=scale, axis=axis)
 
 
+def top_two(values: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Return the places of the largest and the second largest of k finite values, (R, k, M), for every column."""
+    if values.dim() != 3 or values.shape[1] < 2:
+        raise ValueError(f"values must have shape (R, k, M) with k >= 2, got {tuple(values.shape)}")
+    chosen = choose(backend, values)
+    why_not = chosen.why_not_dtype(values.dtype)
+    if why_not:
+        chosen = _instead_of(chosen, why_not, backend)
+    return chosen.top_two(values)
+
+
 def grow_weights(widenings: Sequence[Widening], *, backend: str = "auto") -> list[Tensor]:
     """Return the weights of layers, and their optimizer state, after splits: `reference.grow_weight` for each.
 

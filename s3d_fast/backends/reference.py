@@ -117,6 +117,9 @@ class ReferenceBackend(Backend):
     def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
         reference.krylov_extend(state, product, step)
 
+    def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.top_two(values)
+
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return reference.tridiagonal_extremes(alpha, beta, length)
 

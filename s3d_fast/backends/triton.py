@@ -149,6 +149,9 @@ class TritonBackend(Backend):
         extend = krylov.krylov_extend if krylov.supports(state) else REFERENCE.krylov_extend
         extend(state, product, step)
 
+    def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return REFERENCE.top_two(values)
+
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return tridiagonal.tridiagonal_extremes(alpha=alpha, beta=beta, length=length)
 

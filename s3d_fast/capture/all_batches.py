@@ -22,7 +22,7 @@ from s3d_fast.network.graph import Graph, Unit, stored_tensors
 from s3d_fast.network.sharding import gather_into, is_sharded
 from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.network.wrapping import inside
-from s3d_fast.operators import DenseOperator, SplittingOperator, SumOperator
+from s3d_fast.operators import DenseOperator, SplittingOperator, averaged
 from s3d_fast.operators.operator import LayerShape
 from s3d_fast.operators.streamed import DiskStream, RecomputedStream, Stream, StreamedOperator, UnitOperators, shell
 
@@ -294,8 +294,8 @@ class _Keeper:
         if name in self.sums:
             return DenseOperator(self.sums[name], size)
         if name in self.terms:
-            terms = self.terms[name]
-            return terms[0] if batches == 1 else SumOperator(terms, [1 / batches] * batches)
+            # Free the batches one unit at a time: stacking copies them.
+            return averaged(self.terms.pop(name))
         assert self.stream is not None
         self.stream.batches = batches
         like = self.like[name]

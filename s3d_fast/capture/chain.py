@@ -58,6 +58,14 @@ WITH_BIAS = frozenset(
         *("conv_transpose3d", "_convolution"),
     )
 )
+# Operations that only arrange entries otherwise.
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("transpose", "permute", "t", "mT", "movedim", "view", "_unsafe_view", "reshape", "flatten", "unflatten"),
+        *("unsqueeze", "squeeze", "contiguous", "clone"),
+    )
+)
 CASTS = frozenset({"aten.to", "aten._to_copy", "aten.float", "aten.double", "aten.half", "aten.bfloat16"})
 
 
@@ -117,11 +125,11 @@ class ChainBuilder:
         return alone and all(self.is_single[source] for source in curved)
 
     @property
-    def is_pair(self) -> bool:
-        """Whether all curvature is a 2 x 2 matrix for every pair of outputs at one place of a channel's two filters."""
+    def is_joint(self) -> bool:
+        """Whether all curvature is one small matrix for the outputs of a channel's filters at every place."""
         curved = [source for link in self.unit.links if link.is_curved for source in link.sources]
         once = all(len(one.calls) == 1 for one in self.unit.filters)
-        return len(self.unit.filters) == 2 and once and not self.ties and all(self.is_direct[s] for s in curved)
+        return len(self.unit.filters) > 1 and once and not self.ties and all(self.is_direct[s] for s in curved)
 
     def _lookup(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -477,19 +485,38 @@ class ChainBuilder:
             self.ties[number] = step
         return [step]
 
+    def places_of(self, number: int) -> Tensor | None:
+        """Return the flat place in the layer's output that every entry of a value depends on; None if not known."""
+        count = len(self.calls)
+        if number < count:
+            output = self.values.of(self.calls[number].node)
+            return torch.arange(output.numel(), device=output.device).view(output.shape)
+        link = self.unit.links[number - count]
+        before = self.places_of(link.sources[0]) if len(link.sources) == 1 else None
+        name, step = operation(link.node), self.steps[self.at[number]]
+        if before is None or link.kind in ("curve", "scale"):
+            return before
+        if link.kind == "linear" and name in VIEWS and isinstance(step, Linear):
+            arranged: Tensor = step.call(lambda one: before if isinstance(one, Tangent) else self._lookup(one.name))
+            return arranged
+        return None
+
     def _pair_reach(self, link: Link, winner: Tensor, runner: Tensor) -> Tensor:
         """Return |dz_1/dtheta - dz_2/dtheta| of winners and runners-up; from random directions if it must be."""
         source = link.sources[0]
         call = self.calls[0]
         alone = len(self.calls) == 1 and len(self.unit.filters) == 1 and not call.views
-        if alone and self.is_direct[source] and self.is_single[source]:
+        places = self.places_of(source) if alone and self.is_single[source] else None
+        if places is not None:
             output = self.values.of(call.node)
             made: list[Any] = [torch.ones_like(output)]
             for step in self.steps[1:]:
                 made.append(step.tangent(made, self._lookup))
             bias = self.unit.filters[0].bias is not None
             x = self.values.of(call.source)
-            norms = difference_norms(call.node, x, output, made[self.at[source]], winner, runner, bias)
+            slopes = made[self.at[source]]
+            pair = (slopes.take(winner), slopes.take(runner)), (places.take(winner), places.take(runner))
+            norms = difference_norms(call.node, x, output, *pair, bias)
             if norms is not None:
                 return norms
         if not self.probes:

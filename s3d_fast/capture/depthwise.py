@@ -90,9 +90,13 @@ def _is_depthwise(link: Link) -> bool:
     return is_stored and int(call["groups"]) == weight[0] and weight[1] == 1 and not isinstance(call["padding"], str)
 
 
-def rows_of(unit: Unit, x: Tensor) -> Tensor | None:
+def rows_of(unit: Unit, values: Values) -> Tensor | None:
     """Return the rows of a convolution's patches, (B H W, D); None if they would take too much memory."""
-    call = Call(unit.filters[0].calls[0].node)
+    own = unit.filters[0].calls[0]
+    call, rows = Call(own.node), values.rows(own)
+    if rows is not None:
+        return rows
+    x = values.of(own.source)
     filters, channels, *kernel = shape(call["weight"])
     stride, padding, dilation = pair(call["stride"]), pair(call["padding"]), pair(call["dilation"])
     if kernel == [1, 1] and padding == (0, 0):
@@ -153,7 +157,7 @@ class DepthwiseParts:
 def depthwise_parts(unit: Unit, values: Values) -> DepthwiseParts | None:
     """Return the parts of a unit whose chain is of this kind; None for other chains, or if patches are too large."""
     chain = depthwise_chain(unit)
-    rows = None if chain is None else rows_of(unit, values.of(unit.filters[0].calls[0].source))
+    rows = None if chain is None else rows_of(unit, values)
     return None if chain is None or rows is None else DepthwiseParts(chain, rows, unit, values)
 
 

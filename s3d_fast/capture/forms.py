@@ -23,6 +23,7 @@ from s3d_fast.operators import (
     ChainOperator,
     ConvOperator,
     GatedOperator,
+    JointOperator,
     PointwiseOperator,
     SplittingOperator,
     TiedConvOperator,
@@ -48,10 +49,11 @@ def unit_operator(unit: Unit, values: Values, model: nn.Module, curvature: Curva
         tied = _tied(unit, values, builder, general, ones)
         if tied is not None:
             return tied
-    if builder.is_pair:
-        gated = _gated(unit, values, general)
-        if gated is not None:
-            return gated
+    if builder.is_joint:
+        for joint_form in (_gated, _joint):
+            joint = joint_form(unit, values, general)
+            if joint is not None:
+                return joint
     return general
 
 
@@ -102,8 +104,11 @@ def _coefficients_at_once(unit: Unit, values: Values, model: nn.Module, curvatur
 
 def _row_norms(unit: Unit, values: Values) -> Tensor:
     """Return |x| of the rows of a linear layer or a convolution, by sample and position."""
-    call, bias = Call(unit.filters[0].calls[0].node), float(unit.filters[0].bias is not None)
-    squares = values.of(unit.filters[0].calls[0].source).square()
+    own = unit.filters[0].calls[0]
+    call, bias, rows = Call(own.node), float(unit.filters[0].bias is not None), values.rows(own)
+    if rows is not None:
+        return (torch.linalg.vector_norm(rows, dim=1).square() + bias).sqrt()
+    squares = values.of(own.source).square()
     if call.operation != "aten.conv2d":
         return (squares.sum(-1) + bias).sqrt()
     kernel = shape(call["weight"])[2:]
@@ -115,36 +120,58 @@ def _row_norms(unit: Unit, values: Values) -> Tensor:
 def _tied(
     unit: Unit, values: Values, builder: ChainBuilder, general: ChainOperator, ones: Tensor
 ) -> SplittingOperator | None:
-    """Return the operator of a convolution under one maximum over positions; None for other maxima."""
-    call = Call(unit.filters[0].calls[0].node)
+    """Return the operator of a convolution or linear layer under one maximum over positions; None for others."""
+    own = unit.filters[0].calls[0]
+    call = Call(own.node)
     ((number, step), *others) = builder.ties.items()
-    source = unit.links[number - len(builder.calls)].sources[0]
-    is_whole = call.operation == "aten.conv2d" and ones.dim() == 4 and len(unit.filters[0].rows) == ones.shape[1]
-    if others or not is_whole or not builder.is_direct[source] or isinstance(call["padding"], str):
+    link = unit.links[number - len(builder.calls)]
+    places = builder.places_of(link.sources[0])
+    is_maps = call.operation == "aten.conv2d" and ones.dim() == 4 and not isinstance(call["padding"], str)
+    is_rows = call.operation == "aten.linear" and ones.dim() > 2
+    is_whole = len(unit.filters[0].rows) == ones.shape[1 if is_maps else -1]
+    if others or places is None or not is_whole or not (is_maps or is_rows):
         return None
     assert step.kernel is not None
     # What every value compared is of the layer's output: the slopes and scales between the two.
-    made = general.tangents([ones])[builder.at[source]]
+    made = general.tangents([ones])[builder.at[link.sources[0]]]
     winner, runner = builder.tensors[step.winner], builder.tensors[step.runner]
-    d1, d2 = made.take(winner).flatten(2), made.take(runner).flatten(2)
-    positions = ones.shape[2] * ones.shape[3]
-    K = builder.tensors[step.kernel].flatten(2)
+
+    def by_filter(found: Tensor) -> Tensor:  # (B, M, Q)
+        return found.movedim(link.axis, 1).flatten(2) if found.dim() > 2 else found.unsqueeze(2)
+
+    def position(place: Tensor) -> Tensor:
+        inside = place % (ones.numel() // len(ones))
+        return by_filter(inside % ones[0, 0].numel() if is_maps else inside // ones.shape[-1])
+
+    if link.axis == 0 or len(winner) != len(ones) or winner.shape[link.axis] != unit.width:
+        return None
+    d1, d2 = by_filter(made.take(winner)), by_filter(made.take(runner))
+    K = by_filter(builder.tensors[step.kernel])
     if torch.equal(d1, d2):
         K, same = K * d1.square(), True
     else:
         same = False
+    x, rows, C = values.of(own.source), values.rows(own), general.without_ties().curvature_of([ones])[0]
+    # Rows are maps whose channels are the entries of the rows.
+    geometry: list[tuple[int, ...]] = [(1, 1), (1, 1), (0, 0), (1, 1)]
+    if is_rows:
+        x, C = (one.flatten(1, -2).mT.unsqueeze(-1) for one in (x, C))
+    elif rows is not None:
+        x = rows.view(len(ones), *ones.shape[2:], -1).permute(0, 3, 1, 2)
+    else:
+        geometry = [shape(call["weight"])[2:], *(pair(call[name]) for name in ("stride", "padding", "dilation"))]
     return TiedConvOperator(
-        values.of(unit.filters[0].calls[0].source),
-        general.without_ties().curvature_of([ones])[0],
-        first=winner.flatten(2) % positions,
-        second=runner.flatten(2) % positions,
+        x,
+        C,
+        first=position(places.take(winner)),
+        second=position(places.take(runner)),
         K=K,
         d1=None if same else d1,
         d2=None if same else d2,
-        kernel_size=shape(call["weight"])[2:],
-        stride=pair(call["stride"]),
-        padding=pair(call["padding"]),
-        dilation=pair(call["dilation"]),
+        kernel_size=geometry[0],
+        stride=geometry[1],
+        padding=geometry[2],
+        dilation=geometry[3],
         bias=unit.filters[0].bias is not None,
     )
 
@@ -154,7 +181,11 @@ def _gated(unit: Unit, values: Values, general: ChainOperator) -> SplittingOpera
     calls = list({call.node: call for one in unit.filters for call in one.calls}.values())
     names = [operation(call.node) for call in calls]
     same = len({call.source for call in calls}) == 1 and len({one.fan_in for one in unit.filters}) == 1
-    if not same or any(name != "aten.linear" or call.views for name, call in zip(names, calls, strict=True)):
+    if (
+        len(unit.filters) != 2
+        or not same
+        or any(name != "aten.linear" or call.views for name, call in zip(names, calls, strict=True))
+    ):
         return None
     x = values.of(calls[0].source)
     outputs = [values.of(call.node) for call in calls]
@@ -166,6 +197,24 @@ def _gated(unit: Unit, values: Values, general: ChainOperator) -> SplittingOpera
     (c11, c12), (_, c22) = blocks
     bias = unit.filters[0].bias is not None
     return GatedOperator(x.flatten(0, -2), c11, c12, c22 if bool((c22 != 0).any()) else None, bias=bias)
+
+
+def _joint(unit: Unit, values: Values, general: ChainOperator) -> SplittingOperator | None:
+    """Return the operator of filters that see rows of their own at the same positions; None if rows are not known."""
+    calls = [one.calls[0] for one in unit.filters]
+    rows = [values.rows(call) for call in calls]
+    known = [one for one in rows if one is not None]
+    if len(known) < len(rows) or len({call.node for call in calls}) < len(calls):
+        return None
+    outputs = [values.of(call.node) for call in calls]
+    C: dict[tuple[int, int], Tensor] = {}
+    for a, output in enumerate(outputs):
+        seeds = [torch.ones_like(output) if place == a else torch.zeros_like(one) for place, one in enumerate(outputs)]
+        for b, product in enumerate(general.curvature_of(seeds)):
+            if a <= b:
+                places = torch.from_numpy(unit.filters[b].rows).to(product.device)
+                C[a, b] = product.index_select(1, places).movedim(1, -1).flatten(0, -2)
+    return JointOperator(known, C, bias=[one.bias is not None for one in unit.filters], check_finite=False)
 
 
 def _seeds(unit: Unit, calls: Sequence[FilterCall], outputs: Sequence[Tensor], which: int) -> list[Tensor]:
@@ -191,10 +240,13 @@ def _on_rows(unit: Unit, values: Values, C: Tensor) -> SplittingOperator:
     """Return the operator of a linear layer or a convolution with these coefficients of its outputs."""
     own = unit.filters[0]
     call = Call(own.calls[0].node)
-    x, bias = values.of(own.calls[0].source), own.bias is not None
+    rows, bias = values.rows(own.calls[0]), own.bias is not None
     axis = C.dim() - 3 if call.operation == "aten.conv2d" else C.dim() - 1
     if len(own.rows) != C.shape[axis] or (own.rows != range(len(own.rows))).any():
         C = C.index_select(axis, torch.from_numpy(own.rows).to(C.device))
+    if rows is not None:
+        return PointwiseOperator(rows, C.movedim(1, -1).flatten(0, -2).contiguous(), bias=bias, check_finite=False)
+    x = values.of(own.calls[0].source)
     if call.operation == "aten.conv2d":
         geometry = (shape(call["weight"])[2:], call["stride"], call["padding"], call["dilation"])
         return conv_operator(x, C, bias, *geometry)

@@ -99,13 +99,14 @@ class BatchCapture:
         self, taps: _Taps, unit: Unit, gradients: Mapping[str, Tensor], dtype: torch.dtype | None, index: int
     ) -> SplittingOperator:
         values = Values(taps.module, taps.kept, gradients)
+        windows = None if self.sampling is None else self.sampling.windows(unit, values, index)
         try:
-            made = unit_operator(unit, values, self.model, self.curvature)
+            made = unit_operator(*(windows or (unit, values)), self.model, self.curvature)
         except ValueError as error:
             raise ValueError(f"unit {unit.name!r}: {error}") from error
-        if self.sampling is not None:
+        if self.sampling is not None and windows is None:
             samples = len(values.of(unit.filters[0].calls[0].node))
-            made = self.sampling(made, samples, unit.name, index)
+            made = self.sampling.rows(made, samples, unit.name, index)
         return made if dtype is None else made.in_dtype(dtype)
 
 

@@ -11,9 +11,11 @@ from s3d_fast.network.calls import Call, pair
 # Rows of winners and runners-up are gathered only if they have at most this many numbers.
 MOST_NUMBERS = 50_000_000
 
+Pair = tuple[Tensor, Tensor]  # of winners, of runners-up
+
 
 def difference_norms(
-    call: fx.Node, x: Tensor, output: Tensor, factors: Tensor, winner: Tensor, runner: Tensor, bias: bool
+    call: fx.Node, x: Tensor, output: Tensor, factors: Pair, places: Pair, bias: bool
 ) -> Tensor | None:
     """Return |c_1 x_1 - c_2 x_2| for the rows x of winners and runners-up; None if that is not known for this layer.
 
@@ -21,12 +23,12 @@ def difference_norms(
         call: the layer's call, a convolution or a linear layer.
         x: what it reads.
         output: what it makes.
-        factors: c, like the output.
-        winner, runner: flat places in the output.
+        factors: c_1 and c_2.
+        places: of winners and runners-up in the flat output.
         bias: whether rows end in a 1.
     """
     name = Call(call).operation
-    c1, c2 = factors.take(winner), factors.take(runner)
+    (c1, c2), (winner, runner) = factors, places
     if name == "aten.linear" and 2 * winner.numel() * x.shape[-1] <= MOST_NUMBERS:
         rows = x.flatten(0, -2)
         first, second = rows[winner // output.shape[-1]], rows[runner // output.shape[-1]]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from s3d_fast.network.graph import Unit
+from s3d_fast.network.graph import FilterCall, Unit
 
 
 class Values:
@@ -32,6 +32,10 @@ class Values:
     def gradient(self, node: fx.Node) -> Tensor:
         """Return the gradient of the loss at a node."""
         return self.gradients[node.name]
+
+    def rows(self, call: FilterCall) -> Tensor | None:
+        """Return the rows that filters see, (N, D), if they are laid out already."""
+        return None
 
 
 def wanted(unit: Unit) -> tuple[set[str], set[str]]:

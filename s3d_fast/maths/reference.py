@@ -381,6 +381,12 @@ def activation_slopes(z: Tensor, activation: Activation, scale: Tensor | None = 
     return d if scale is None else d * scale.reshape(-1, *[1] * (z.dim() - 1 - axis))
 
 
+def top_two(values: Tensor) -> tuple[Tensor, Tensor]:  # (R, k, M) -> (R, M), (R, M)
+    """Return the places of the largest and the second largest of k finite values, for every column."""
+    first, second = values.topk(2, dim=1).indices.unbind(1)
+    return first, second
+
+
 def with_ones(X: Tensor) -> Tensor:
     """Return [X, 1], the rows of a filter with a bias."""
     return torch.cat([X, X.new_ones(*X.shape[:-1], 1)], -1)

@@ -22,6 +22,8 @@ class DepthwiseOperator(SplittingOperator):
     """
 
     CAN_CHANGE_DTYPE = True
+    COEFFICIENTS = ("C_",)
+    PER_FILTER = ("weight_",)
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ class EdgeConvOperator(SplittingOperator):
     """
 
     CAN_CHANGE_DTYPE = True
+    COEFFICIENTS = ("C", "K")
 
     def __init__(
         self,

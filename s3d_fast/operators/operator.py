@@ -62,6 +62,10 @@ class SplittingOperator(ABC):
     rows: int | None = None
     # Whether `in_dtype` gives the same operator in another dtype: all its numbers are tensors of its own.
     CAN_CHANGE_DTYPE: ClassVar[bool] = False
+    # How the names of tensors begin that S is linear in, and of those that no sample has a part of; all other tensors
+    # have the samples along their first axis. None are named if batches cannot be stacked.
+    COEFFICIENTS: ClassVar[tuple[str, ...]] = ()
+    PER_FILTER: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def matvec(self, V: Tensor, backend: str = "auto") -> Tensor:
@@ -86,6 +90,12 @@ class SplittingOperator(ABC):
     def weighted_terms(self) -> list[tuple[SplittingOperator, float]]:
         """Return this operator as a weighted sum of operators that are not sums."""
         return [(self, 1.0)]
+
+    def batches(self) -> list[tuple[SplittingOperator, float]]:
+        """Return operators and factors: S is the average over batches of factor times operator."""
+        terms = self.weighted_terms()
+        total = sum(weight for _, weight in terms)
+        return [(term, total) for term, _ in terms]
 
     def magnitude(self) -> Tensor | None:
         """Return A_j = sum_n |C_nj| |x_n|^2 for every filter, (M,): S without cancellation.

@@ -91,10 +91,10 @@ def moments_all(
         found.update(zip(own, moments, strict=True))
     for index, (operator, V) in enumerate(zip(operators, vectors, strict=True)):
         if index not in found:
-            terms = operator.weighted_terms()
-            total = sum(weight for _, weight in terms)
-            products = matvec_all([term for term, _ in terms], [V] * len(terms), backend)
-            found[index] = moments_of([total * (V * product).sum(-1) for product in products])
+            batches = operator.batches()
+            products = matvec_all([batch for batch, _ in batches], [V] * len(batches), backend)
+            pairs = zip(products, batches, strict=True)
+            found[index] = moments_of([factor * (V * product).sum(-1) for product, (_, factor) in pairs])
     return [found[index] for index in range(len(operators))]
 
 

@@ -77,7 +77,7 @@ def test_every_operation_of_the_interface_has_an_example_and_a_definition() -> N
     assert abstract == {name for name, _ in inspect.getmembers(Definitions, inspect.isfunction)}
 
 
-# A matrix of equal columns is not symmetric.
+# A matrix of equal columns is not symmetric; which of equal values comes first is not said.
 EXAMPLES_AND_LAYOUTS = set(product(EXAMPLES, LAYOUTS)) - {("symmetric_extremes", "broadcast-last")}
 
 

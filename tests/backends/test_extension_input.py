@@ -129,6 +129,7 @@ SHAPES: list[tuple[str, int, Change]] = [
     ),
     ("curvature_coefficients_", 0, apart),
     ("activation_slopes", 0, flatter),
+    *(("top_two", 0, change) for change in (flatter, deeper, lambda values: values[:, :1])),
     *(("activation_slopes", 1, change) for change in (shorter, deeper)),
     *(("activation_slopes", 2, to(axis)) for axis in (-1, 2, 3)),
     *(("activation_slopes", 3, to(kind)) for kind in (-1, 2, 99)),
@@ -194,7 +195,11 @@ DTYPES: list[tuple[str, int, Change]] = [
         for change in (Tensor.float, Tensor.half, whole, Tensor.cfloat)
     ),
     *(("grow_weights", position, first(change)) for position in (1, 4, 5) for change in (Tensor.int, Tensor.double)),
-    *(("symmetric_extremes", 0, change) for change in (Tensor.half, whole, Tensor.cfloat)),
+    *(
+        (name, 0, change)
+        for name in ("symmetric_extremes", "top_two")
+        for change in (Tensor.half, whole, Tensor.cfloat)
+    ),
     *(
         (name, position, change)
         for name, position in [
@@ -230,7 +235,7 @@ DEVICES = [
     for name, arguments in good_calls().items()
     for position, argument in enumerate(arguments)
     for to_meta in [on_meta if isinstance(argument, Tensor) else first(on_meta)]
-    if tensors_of((argument,)) and name != "symmetric_extremes"
+    if tensors_of((argument,)) and name not in ("symmetric_extremes", "top_two")
 ]
 
 

@@ -176,6 +176,6 @@ def test_lengths_of_differences_between_patches_are_exact(stride: int, bias: boo
     def row(place: Tensor) -> Tensor:
         return factors.take(place).unsqueeze(-1) * rows[place // (4 * size), place % size]
 
-    found = difference_norms(call.node, x, output, factors, winner, runner, bias)
+    found = difference_norms(call.node, x, output, (factors.take(winner), factors.take(runner)), (winner, runner), bias)
     assert found is not None
     torch.testing.assert_close(found, (row(winner) - row(runner)).norm(dim=-1), rtol=1e-10, atol=1e-10)
