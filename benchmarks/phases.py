@@ -44,15 +44,15 @@ def images(samples: int) -> Tensor:
 
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "MobileNetV1-32, SiLU": lambda: (
-        MobileNetV1([32] * 14, 100, stem_stride=1, activation=nn.SiLU), images(128)
+        MobileNetV1([32] * 14, 100, stem_stride=1, activation=nn.SiLU), images(512)
     ),
-    "MobileNetV1-32, ReLU": lambda: (MobileNetV1([32] * 14, 100, stem_stride=1, activation=nn.ReLU), images(128)),
-    "VGG19-BN, 16 filters": lambda: (VGG19([16] * 16, 100), images(128)),
-    "VGG19-BN": lambda: (VGG19(num_classes=100), images(32)),
-    "ResNet-18": lambda: (ResNet((2, 2, 2, 2), (64, 128, 256, 512), num_classes=100), images(32)),
-    "DGCNN": lambda: (DGCNN(), torch.randn(8, 1024, 3)),
-    "transformer, width 256": lambda: (Transformer(), torch.randn(32, 64, 256)),
-    "MLP, 128 wide": lambda: (MLP([128, 128, 128, 100]), torch.randn(512, 128)),
+    "MobileNetV1-32, ReLU": lambda: (MobileNetV1([32] * 14, 100, stem_stride=1, activation=nn.ReLU), images(512)),
+    "VGG19-BN, 16 filters": lambda: (VGG19([16] * 16, 100), images(512)),
+    "VGG19-BN": lambda: (VGG19(num_classes=100), images(128)),
+    "ResNet-18": lambda: (ResNet((2, 2, 2, 2), (64, 128, 256, 512), num_classes=100), images(128)),
+    "DGCNN": lambda: (DGCNN(), torch.randn(16, 1024, 3)),
+    "transformer, width 256": lambda: (Transformer(), torch.randn(64, 64, 256)),
+    "MLP, 128 wide": lambda: (MLP([128, 128, 128, 100]), torch.randn(8192, 128)),
 }  # fmt: skip
 
 

@@ -516,7 +516,7 @@ class ChainBuilder:
             x = self.values.of(call.source)
             slopes = made[self.at[source]]
             pair = (slopes.take(winner), slopes.take(runner)), (places.take(winner), places.take(runner))
-            norms = difference_norms(call.node, x, output, *pair, bias)
+            norms = difference_norms(call.node, x, output, *pair, bias, self.values.rows(call))
             if norms is not None:
                 return norms
         if not self.probes:

@@ -15,7 +15,7 @@ Pair = tuple[Tensor, Tensor]  # of winners, of runners-up
 
 
 def difference_norms(
-    call: fx.Node, x: Tensor, output: Tensor, factors: Pair, places: Pair, bias: bool
+    call: fx.Node, x: Tensor, output: Tensor, factors: Pair, places: Pair, bias: bool, rows: Tensor | None = None
 ) -> Tensor | None:
     """Return |c_1 x_1 - c_2 x_2| for the rows x of winners and runners-up; None if that is not known for this layer.
 
@@ -26,6 +26,7 @@ def difference_norms(
         factors: c_1 and c_2.
         places: of winners and runners-up in the flat output.
         bias: whether rows end in a 1.
+        rows: all rows, (N, D), if they are laid out already, with few positions in every map.
     """
     name = Call(call).operation
     (c1, c2), (winner, runner) = factors, places
@@ -40,6 +41,15 @@ def difference_norms(
     positions = height * width
     first_of_sample = winner // (output.shape[1] * positions) * positions
     at, other = winner % positions, runner % positions
+    if rows is not None:
+        own_rows = rows.view(len(output), positions, -1)
+        gram = own_rows @ own_rows.mT + float(bias)
+
+        def product(one: Tensor, two: Tensor) -> Tensor:
+            return gram.take((first_of_sample + one) * positions + two)
+
+        total = c1 * c1 * product(at, at) + c2 * c2 * product(other, other) - 2 * c1 * c2 * product(at, other)
+        return total.clamp(min=0).sqrt()
     squares = _inner_products(call, x, 0, 0, bias)
     own, others = squares.take(first_of_sample + at), squares.take(first_of_sample + other)
     # A shift is a number of rows and a number of columns. Few of all that there might be occur.

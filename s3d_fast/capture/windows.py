@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from s3d_fast.capture.depthwise import depthwise_chain
@@ -342,24 +343,26 @@ class WindowValues(Values):
         name = call.source.name
         if name not in self.patches:
             source, reach = self.levels.sources[name]
-            maps = super().of(source)
-            (y, x), size = self._positions(self._starts(0), self.tiling.windows[0]), self.levels.sizes[0]
-            outside = ((y < 0) | (y >= size[0]))[:, :, None] | ((x < 0) | (x >= size[1]))[:, None, :]
-            down = torch.arange(reach.kernel[0], device=maps.device) * reach.dilation[0] - reach.padding[0]
-            right = torch.arange(reach.kernel[1], device=maps.device) * reach.dilation[1] - reach.padding[1]
-            y = (y[:, :, None, None, None] * reach.stride[0]) + down[:, None]
-            x = (x[:, None, :, None, None] * reach.stride[1]) + right
-            y, x = torch.broadcast_tensors(y, x)  # (n, h, w, kh, kw)
-            height, width = maps.shape[2:]
-            inside = (y >= 0) & (y < height) & (x >= 0) & (x < width) & ~outside[:, :, :, None, None]
-            sample = self._sample(maps)[:, None, None, None, None] * (height * width)
-            places = sample + y.clamp(0, height - 1) * width + x.clamp(0, width - 1)
-            rows = maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1]).index_select(0, places.flatten())
-            if not bool(inside.all()):
-                rows *= inside.flatten()[:, None]
-            taps = reach.kernel[0] * reach.kernel[1]
-            self.patches[name] = rows.view(-1, taps, maps.shape[1]).mT.reshape(-1, taps * maps.shape[1])
+            self.patches[name] = self._patches(super().of(source), reach)
         return self.patches[name]
+
+    def _patches(self, maps: Tensor, reach: Reach) -> Tensor:
+        (top, left), (down, right), channels = reach.padding, reach.dilation, maps.shape[1]
+        if reach.padding != (0, 0):
+            maps = F.pad(maps, (left, left, top, top))
+        height, width = maps.shape[2:]
+        places, inside = self._level(0)
+        y, x = places // self.levels.sizes[0][1], places % self.levels.sizes[0][1]
+        corner = self._sample(maps)[:, None, None] * (height * width)
+        corner = corner + y * (reach.stride[0] * width) + x * reach.stride[1]
+        taps = torch.arange(reach.kernel[0], device=maps.device)[:, None] * (down * width)
+        taps = (taps + torch.arange(reach.kernel[1], device=maps.device) * right).flatten()
+        # With channels last, a patch is kh kw rows of C numbers.
+        lines = maps.permute(0, 2, 3, 1).reshape(-1, channels)
+        rows = lines.index_select(0, (corner.view(-1, 1) + taps).flatten()).view(-1, len(taps), channels)
+        if inside is not None:
+            rows *= inside.view(-1, 1, 1)
+        return rows.mT.reshape(-1, len(taps) * channels)
 
     def _sample(self, maps: Tensor) -> Tensor:  # (n,)
         """Return the sample that every window belongs to; 0 if all samples share the maps."""
@@ -394,10 +397,14 @@ class WindowValues(Values):
         places = y.clamp(0, height - 1)[:, :, None] * width + x.clamp(0, width - 1)[:, None, :]
         return places, None if bool(inside.all()) else inside
 
-    def _crop(self, value: Tensor, level: int) -> Tensor:
+    def _level(self, level: int) -> tuple[Tensor, Tensor | None]:
+        """Return the places of the windows' positions in the maps of a level, and which lie inside."""
         if level not in self.places:
             self.places[level] = self._places(self._starts(level), self.tiling.windows[level], self.levels.sizes[level])
-        return self._gathered(value, *self.places[level], self.tiling.windows[level])
+        return self.places[level]
+
+    def _crop(self, value: Tensor, level: int) -> Tensor:
+        return self._gathered(value, *self._level(level), self.tiling.windows[level])
 
     def _gathered(
         self, maps: Tensor, places: Tensor, inside: Tensor | None, window: Sequence[int]

@@ -12,7 +12,7 @@ from s3d_fast.operators.operator import SplittingOperator
 from s3d_fast.operators.sums import SumOperator
 
 # Batches with more bytes than this are left as they are: a copy would cost more than it saves.
-LARGEST_BATCH = 8 * 2**20
+LARGEST_BATCH = 2 * 2**20
 
 
 class StackedOperator(SplittingOperator):

@@ -176,7 +176,11 @@ class _Spaces:
         """Keep only the given filters at work."""
         index = _indices(staying, self.rows.device)
         self.operator = self.operator.restrict(index)
-        self.rows, self.q, self.basis = self.rows[index], self.q[index], self.basis[index]
+        basis = self.basis.new_empty(len(index), *self.basis.shape[1:])
+        # What is not used yet need not be copied.
+        used = self.steps + 1
+        torch.index_select(self.basis[:, :used], 0, index, out=basis[:, :used])
+        self.rows, self.q, self.basis = self.rows[index], self.q[index], basis
 
 
 @dataclass
