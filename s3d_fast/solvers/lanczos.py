@@ -12,7 +12,7 @@ from torch import Tensor
 from s3d_fast.backends.choice import choose
 from s3d_fast.backends.interface import Backend
 from s3d_fast.base import require
-from s3d_fast.maths.reference import KrylovState
+from s3d_fast.maths.reference import KrylovState, coupling_noise
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.solvers.cut import Ranking
 from s3d_fast.solvers.solver import MARGIN, Eigenproblem, Solver, counted
@@ -160,11 +160,15 @@ class _Spaces:
         """Return the spectrum of all filters.
 
         A Ritz vector v = Q s combines basis vectors whose products are known: S Q = Q T + beta q e^T. Its residual
-        therefore needs no further product: |S v - theta v| = beta |s_k|, plus rounding.
+        therefore needs no further product: |S v - theta v| = beta |s_k|, plus rounding. The recurrence holds up to the
+        coupling that an exhausted space drops, which is at most sqrt(2) of the spectral radius times the noise.
         """
         found = self.found
-        ends = (unit_vectors(found), self.values, self.errors, self.widths)
-        return Pairs(*ends, found.iterations, found.matvecs).spectrum(self.whole, tol, self.status, backend)
+        noise = 2**0.5 * coupling_noise(self.q.shape[1], self.q.dtype) * self.values.abs().amax(0)
+        pairs = Pairs(
+            unit_vectors(found), self.values, self.errors, self.widths, noise, found.iterations, found.matvecs
+        )
+        return pairs.spectrum(self.whole, tol, self.status, backend)
 
     def keep(self, staying: Sequence[int]) -> None:
         """Keep only the given filters at work."""

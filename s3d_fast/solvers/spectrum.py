@@ -145,7 +145,7 @@ def measured(V: Tensor, SV: Tensor, iterations: Tensor, matvecs: Tensor) -> Pair
     """Return the eigenpairs that belong to vectors V and their products SV, both (2, M, D)."""
     values = (V * SV).sum(-1)
     errors = safe_norm(SV - values.unsqueeze(-1) * V)
-    return Pairs(V, values, errors, torch.zeros_like(errors), iterations, matvecs)
+    return Pairs(V, values, errors, torch.zeros_like(errors), torch.zeros_like(errors[0]), iterations, matvecs)
 
 
 def unit_vectors(found: Found) -> Tensor:  # (2, M, D)
@@ -163,6 +163,7 @@ class Pairs:
     values: Tensor  # (2, M)
     errors: Tensor  # (2, M), |S v - lambda v|
     widths: Tensor  # (2, M), how far beyond each value the extreme eigenvalue may lie
+    noise: Tensor  # (M,), rounding errors of the solver, beyond those of products
     iterations: Tensor  # (M,)
     matvecs: Tensor  # (M,)
 
@@ -183,7 +184,7 @@ class Pairs:
         values, errors, widths = (of.gather(0, order) for of in (self.values, self.errors, self.widths))
         V = self.V.gather(0, order.unsqueeze(-1).expand_as(self.V))
         limit = tol * values.abs().amax(0)
-        rounding = rounding_error(operator, values)
+        rounding = rounding_error(operator, values) + self.noise
         residuals, widths = errors + rounding, widths + rounding
         close = (errors.amax(0) <= limit) & ((widths - rounding).amax(0) <= limit)
         doubtful = (close & (torch.maximum(residuals, widths).amax(0) > limit)).nonzero().squeeze(-1)

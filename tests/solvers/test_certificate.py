@@ -134,6 +134,23 @@ def test_residuals_hold_where_coefficients_cancel(solver: str, apart: float) -> 
         assert not spectrum.converged.any()
 
 
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_residuals_hold_where_spaces_are_exhausted(rank: int) -> None:
+    """An exhausted space drops its last coupling, which is small and not zero."""
+    generator = torch.Generator().manual_seed(rank)
+    X, C = torch.randn(rank, 64, generator=generator), torch.randn(rank, 500, generator=generator)
+    spectrum = extremal_eigenpairs((X, C), "lanczos", tol=1e-2)
+    S = torch.einsum("nm,nd,ne->mde", C.double(), X.double(), X.double())
+    for value, vector, residual in (
+        (spectrum.lambda_min, spectrum.v_min, spectrum.residual_min),
+        (spectrum.lambda_max, spectrum.v_max, spectrum.residual_max),
+    ):
+        v = vector.double()
+        true = ((S @ v.unsqueeze(-1)).squeeze(-1) - value.double()[:, None] * v).norm(dim=-1)
+        assert bool((true <= residual.double()).all())
+    assert bool(spectrum.converged.all())
+
+
 def test_a_zero_filter_has_converged() -> None:
     X, C = torch.randn(50, 6), torch.randn(50, 3)
     C[:, 1] = 0
