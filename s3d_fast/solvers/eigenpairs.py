@@ -194,9 +194,13 @@ def _as_list(operator: object) -> list[SplittingOperator]:
         wrong = [type(item).__name__ for item in operators if not isinstance(item, SplittingOperator)]
         if not wrong:
             return operators
-        raise TypeError(f"operator must hold SplittingOperators, got {wrong[0]} among them")
+        raise TypeError(
+            f"operator must hold SplittingOperators, got {wrong[0]} among them; a function becomes one by "
+            "MatrixFreeOperator(function, (M, D))"
+        )
     raise TypeError(
-        f"operator must be a SplittingOperator, a list or dict of them, or (X, C); got {type(operator).__name__}"
+        "operator must be a SplittingOperator, a list or dict of them, (X, C), or a function; "
+        f"got {type(operator).__name__}"
     )
 
 
