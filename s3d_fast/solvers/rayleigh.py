@@ -95,6 +95,7 @@ class _Descent:
         self.products += 1
         self.running = self.running & (error > MARGIN * tol * quotient.abs().amax(0).squeeze(-1))
         self.iterations += self.running
-        move = torch.where(self.radius > 0, step / self.radius, 0) * self.running[:, None]
-        self.V = normalize(self.V + self.signs * move * gradient, dim=-1)
+        # The gradient is divided first: the inverse of a small radius may overflow.
+        move = torch.where(self.radius > 0, gradient / self.radius, 0) * self.running[:, None]
+        self.V = normalize(self.V + self.signs * step * move, dim=-1)
         self.finished = not bool(self.running.any())

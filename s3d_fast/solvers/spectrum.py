@@ -195,7 +195,9 @@ class Pairs:
                 # How far the pairs really were off.
                 moved = (quotients - values[:, doubtful]).abs() + (true - errors[:, doubtful]).clamp(min=0)
                 values[:, doubtful] = quotients.to(values)
-                residuals[:, doubtful] = (true + (quotients - values[:, doubtful]).abs()).to(values)
+                true = (true + (quotients - values[:, doubtful]).abs()).to(values)
+                # Rounded up: these are bounds.
+                residuals[:, doubtful] = torch.nextafter(true, torch.full_like(true, torch.inf))
                 widths[:, doubtful] = (widths[:, doubtful] - rounding[doubtful] + moved).to(values)
         converged = torch.maximum(residuals, widths).amax(0) <= tol * values.abs().amax(0)
         # Not in place: a status may be one number for all filters.

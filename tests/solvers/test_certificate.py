@@ -151,6 +151,23 @@ def test_residuals_hold_where_spaces_are_exhausted(rank: int) -> None:
     assert bool(spectrum.converged.all())
 
 
+@pytest.mark.parametrize("solver", ["lanczos", "exact", "rayleigh"])
+def test_residuals_hold_where_numbers_underflow(solver: str) -> None:
+    """Dead neurons have coefficients below the smallest normal number of float32, 1.2e-38."""
+    generator = torch.Generator().manual_seed(6)
+    X, C = torch.randn(100, 16, generator=generator), 1e-41 * torch.randn(100, 200, generator=generator)
+    spectrum = extremal_eigenpairs((X, C), solver, tol=1e-2)
+    S = torch.einsum("nm,nd,ne->mde", C.double(), X.double(), X.double())
+    for value, vector, residual in (
+        (spectrum.lambda_min, spectrum.v_min, spectrum.residual_min),
+        (spectrum.lambda_max, spectrum.v_max, spectrum.residual_max),
+    ):
+        v = vector.double()
+        true = ((S @ v.unsqueeze(-1)).squeeze(-1) - value.double()[:, None] * v).norm(dim=-1)
+        assert bool((true <= residual.double()).all())
+    assert wrong(spectrum, torch.linalg.eigvalsh(S), 1e-2) == 0
+
+
 def test_a_zero_filter_has_converged() -> None:
     X, C = torch.randn(50, 6), torch.randn(50, 3)
     C[:, 1] = 0
