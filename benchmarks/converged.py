@@ -6,7 +6,7 @@ of S, formed in float64 from the same float32 numbers by the reference backend. 
 - a filter that counts as converged, with an eigenvalue that is off by more than tol times the true spectral radius;
 - a filter, converged or not, with a residual below the true one of the vector returned, |S v - lambda v| in float64.
 
-Descent on the Rayleigh quotient is slow: it gets the filters of one layer in twenty.
+Descent on the Rayleigh quotient is slow: it gets the filters of one layer in forty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SOLVERS: dict[str, tuple[str, dict[str, float]]] = {
 # Of the filters of each family.
 SHARES = {"trained": 0.35, "random": 0.35, "cancelling": 0.1, "adversarial": 0.2}
 # One layer in so many is solved by descent as well.
-RARE = 20
+RARE = 40
 # Residuals are stored in float32.
 SLACK = 1e-6
 
