@@ -11,8 +11,8 @@ from s3d_fast.operators.operator import SplittingOperator
 
 # Reducing a D x D matrix takes as long as REDUCTION * D^2 / N products S v: about 4/3 D^3 float64 flops in small loops
 # against 4 N D flops near the machine's peak. A step of Lanczos takes as long as OVERHEAD / N products beside its own
-# one: orthogonality and checks. Both are measured on a CPU, for N from 256 to 16,384 and D from 17 to 145; of GPUs, with
-# their slow float64, it is known only that reducing costs more.
+# one: orthogonality and checks. Both are measured on a CPU, for N 256 to 16,384 and D 17 to 145. Of GPUs, with their
+# slow float64, only this much is known: reducing costs more.
 REDUCTION, REDUCTION_ON_GPUS = 6.0, 28.0
 OVERHEAD = 300.0
 
