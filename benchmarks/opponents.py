@@ -215,18 +215,19 @@ def rmsprop(given: Problem) -> Way:
 
     All filters share a batched product, ours. The error is looked at for free, which a user cannot do.
     """
-    M, D = given.filters, given.X.shape[1]
+    count, D = min(given.filters, 64), given.X.shape[1]
+    C = given.C[:, :count].contiguous()
     signs = torch.tensor([1.0, -1.0])[:, None, None]
 
     def run(rate: float, steps: int, stop: bool = False) -> tuple[Ends, int]:
-        V = torch.randn(M, D, generator=torch.Generator().manual_seed(2))
+        V = torch.randn(count, D, generator=torch.Generator().manual_seed(2))
         V = F.normalize(V, dim=-1).repeat(2, 1, 1).requires_grad_()
         optimizer = torch.optim.RMSprop([V], lr=rate, momentum=0.9)
         # The gradient is of the order of the radius: the optimizer divides it out.
         for step in range(1, steps + 1):
             with torch.no_grad():
                 unit = F.normalize(V, dim=-1)
-                SV = s3d.splitting_matvec(given.X, given.C, unit, check_finite=False)
+                SV = s3d.splitting_matvec(given.X, C, unit, check_finite=False)
                 quotients = (unit * SV).sum(-1)
                 V.grad = signs * 2 * (SV - quotients[..., None] * unit) / V.norm(dim=-1, keepdim=True)
             if stop and given.is_solved((quotients[0], quotients[1]), ENOUGH):
@@ -242,7 +243,7 @@ def rmsprop(given: Problem) -> Way:
     if needed > MOST_STEPS:
         raise RuntimeError(f"RMSprop does not get there in {MOST_STEPS} steps")
     setting = f"{needed} steps, rate {best:g}"
-    return Way("RMSprop on the Rayleigh quotient, best", lambda: run(best, needed)[0], M, setting)
+    return Way("RMSprop on the Rayleigh quotient, best", lambda: run(best, needed)[0], count, setting)
 
 
 def tuned(
