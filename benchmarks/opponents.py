@@ -31,7 +31,7 @@ from s3d_fast.data import digits
 ACCURACY = 1e-2
 # The settings that are tried: tolerances from loose to strict, learning rates.
 TOLERANCES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 3e-3, 1e-3, 1e-4)
-RATES = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+RATES = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 # Descent is given up after so many steps, and counts as done when this share of the filters is.
 MOST_STEPS, ENOUGH = 600, 0.99
 
