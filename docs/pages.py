@@ -43,9 +43,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Run the code of tutorials."""
+    """Run the code of tutorials and of the page on the eigensolver."""
     path = DOCS / page.file.src_uri
-    if path.parent.name != "tutorials" or os.environ.get("S3D_DOCS_QUICK"):
+    if (path.parent.name != "tutorials" and path.name != "eigensolver.md") or os.environ.get("S3D_DOCS_QUICK"):
         return markdown
     return executed(path)
 

@@ -94,6 +94,12 @@ def test_the_code_of_a_tutorial_runs(name: str) -> None:
     assert "```text" in page
 
 
+def test_the_code_of_the_page_on_the_eigensolver_runs() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "execute.py"))["executed"](ROOT / "docs" / "eigensolver.md")
+    assert page.count("```text") == 2
+    assert "stopped because: {'converged': 64}" in page
+
+
 def test_a_tutorial_that_fails_is_named(tmp_path: Path) -> None:
     make = runpy.run_path(str(ROOT / "docs" / "execute.py"))
     page = tmp_path / "bad.md"

@@ -462,8 +462,7 @@ def krylov_extend(
         product = product - (space.mT @ (space @ product.unsqueeze(-1))).squeeze(-1)
     b = safe_norm(product)
     largest = torch.maximum(scale, a.abs() + b)
-    noise = torch.finfo(b.dtype).eps * (10 + width**0.5) * largest
-    exhausted = done | (b <= noise)
+    exhausted = done | (b <= coupling_noise(width, b.dtype) * largest)
     if step + 1 == width:
         exhausted = torch.ones_like(exhausted)
     length.copy_(torch.where(done, length, step + 1))
@@ -472,6 +471,11 @@ def krylov_extend(
     beta[:, step] = torch.where(exhausted, 0, b)
     basis[:, step + 1] = torch.where(exhausted.unsqueeze(-1), 0, product / b.unsqueeze(-1))
     state.q.copy_(basis[:, step + 1])
+
+
+def coupling_noise(width: int, dtype: torch.dtype) -> float:
+    """Return the coupling, in units of the spectral radius, up to which a Krylov space counts as exhausted."""
+    return torch.finfo(dtype).eps * (10 + width**0.5)
 
 
 def tridiagonal_extremes(

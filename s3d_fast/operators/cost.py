@@ -10,8 +10,11 @@ from s3d_fast.backends.choice import choose
 from s3d_fast.operators.operator import SplittingOperator
 
 # Reducing a D x D matrix takes as long as REDUCTION * D^2 / N products S v: about 4/3 D^3 float64 flops in small loops
-# against 4 N D flops near the machine's peak.
-REDUCTION = 28.0
+# against 4 N D flops near the machine's peak. A step of Lanczos takes as long as OVERHEAD / N products beside its own
+# one: orthogonality and checks.
+REDUCTION, OVERHEAD = 28.0, 0.0
+# The same on a CPU with at least so many rows: measured for N from 256 to 16,384 and D from 17 to 145.
+MANY_ROWS, REDUCTION_MEASURED, OVERHEAD_MEASURED = 128, 6.0, 300.0
 
 
 def prefers_exact(operator: SplittingOperator, tol: float, backend: str = "auto", rows: int | None = None) -> bool:
@@ -27,7 +30,10 @@ def prefers_exact(operator: SplittingOperator, tol: float, backend: str = "auto"
     if rows == 0:
         # S is formed already.
         return True
-    return forming_products(operator, backend) + REDUCTION * width**2 / rows < expected_steps(width, tol)
+    is_measured = operator.device.type == "cpu" and rows >= MANY_ROWS
+    reduction, overhead = (REDUCTION_MEASURED, OVERHEAD_MEASURED) if is_measured else (REDUCTION, OVERHEAD)
+    steps = expected_steps(width, tol) * (1 + overhead / rows)
+    return forming_products(operator, backend) + reduction * width**2 / rows < steps
 
 
 def forming_products(operator: SplittingOperator, backend: str = "auto") -> float:

@@ -123,7 +123,7 @@ def extremal_eigenpairs(
         until: a `Cut`, which says how many filters are wanted, those that gain the most by a split. Filters stop as
             soon as it is certain whether they are among them; the result then has the status DECIDED.
         options: more options of the solver. "lanczos", "auto" and "rayleigh" have `delta`, the largest probability that
-            an end of a filter counts as converged and is not, 1e-3 by default. "rayleigh" has `step`, in units of
+            a filter counts as converged and is not, 1e-3 by default. "rayleigh" has `step`, in units of
             1 / (spectral radius); 0.9 by default.
 
     Raises:
@@ -194,9 +194,13 @@ def _as_list(operator: object) -> list[SplittingOperator]:
         wrong = [type(item).__name__ for item in operators if not isinstance(item, SplittingOperator)]
         if not wrong:
             return operators
-        raise TypeError(f"operator must hold SplittingOperators, got {wrong[0]} among them")
+        raise TypeError(
+            f"operator must hold SplittingOperators, got {wrong[0]} among them; a function becomes one by "
+            "MatrixFreeOperator(function, (M, D))"
+        )
     raise TypeError(
-        f"operator must be a SplittingOperator, a list or dict of them, or (X, C); got {type(operator).__name__}"
+        "operator must be a SplittingOperator, a list or dict of them, (X, C), or a function; "
+        f"got {type(operator).__name__}"
     )
 
 

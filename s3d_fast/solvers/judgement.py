@@ -55,7 +55,7 @@ class _Judged:
         order = pairs.values.argsort(0)
         self.values, self.errors, widths = (of.gather(0, order) for of in (pairs.values, pairs.errors, pairs.widths))
         self.V = pairs.V.gather(0, order.unsqueeze(-1).expand_as(pairs.V))
-        self.rounding = rounding_error(operator, self.values)
+        self.rounding = rounding_error(operator, self.values) + pairs.noise
         self.residuals, self.widths = self.errors + self.rounding, widths + self.rounding
         is_close = torch.maximum(self.errors, widths).amax(0) <= tol * self.values.abs().amax(0)
         self.doubtful = is_close & ~self.converged  # (M,)
@@ -76,7 +76,9 @@ class _Judged:
         moved = (quotients - values).abs() + (true - errors).clamp(min=0)
         rounded = quotients.to(values)
         self.values[:, places] = rounded
-        self.residuals[:, places] = (true + (quotients - rounded).abs()).to(values)
+        residuals = (true + (quotients - rounded).abs()).to(values)
+        # Rounded up: these are bounds.
+        self.residuals[:, places] = torch.nextafter(residuals, torch.full_like(residuals, torch.inf))
         self.widths[:, places] = (self.widths[:, places] - self.rounding[places] + moved).to(values)
 
     def spectrum(self, otherwise: Tensor | Status) -> Spectrum:

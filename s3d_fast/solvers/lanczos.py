@@ -12,7 +12,7 @@ from torch import Tensor
 from s3d_fast.backends.choice import choose
 from s3d_fast.backends.interface import Backend
 from s3d_fast.base import require
-from s3d_fast.maths.reference import KrylovState
+from s3d_fast.maths.reference import KrylovState, coupling_noise
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.solvers.cut import Ranking
 from s3d_fast.solvers.judgement import judged
@@ -28,7 +28,7 @@ CHECK_FLOPS, CHECK_GROWTH = 2.0**15, 1.25
 # Filters leave together, once they are this share of their layer: later steps then save more than copying the rest
 # costs.
 LEAVING_SHARE = 1 / 4
-# The probability that a certified width is wrong.
+# The largest probability that a certified width of a filter is wrong.
 DELTA = 1e-3
 
 
@@ -38,7 +38,7 @@ class Lanczos(Solver):
 
     Attributes:
         max_iters: the largest number of steps.
-        delta: the largest probability that a certified width is wrong, for each end of each filter.
+        delta: the largest probability that a certified width of a filter is wrong.
     """
 
     max_iters: int = 128
@@ -167,10 +167,12 @@ class _Spaces:
         """Return the eigenpairs of all filters.
 
         A Ritz vector v = Q s combines basis vectors whose products are known: S Q = Q T + beta q e^T. Its residual
-        therefore needs no further product: |S v - theta v| = beta |s_k|, plus rounding.
+        therefore needs no further product: |S v - theta v| = beta |s_k|, plus rounding. The recurrence holds up to the
+        coupling that an exhausted space drops, which is at most sqrt(2) of the spectral radius times the noise.
         """
         found = self.found
-        return Pairs(unit_vectors(found), self.values, self.errors, self.widths, found.iterations, found.matvecs)
+        noise = 2**0.5 * coupling_noise(self.q.shape[1], self.q.dtype) * self.values.abs().amax(0)
+        return Pairs(unit_vectors(found), self.values, self.errors, self.widths, noise, found.iterations, found.matvecs)
 
     def keep(self, staying: Sequence[int]) -> None:
         """Keep only the given filters at work."""
@@ -217,7 +219,8 @@ class _Lockstep:
         self.iterations = torch.zeros_like(self.length)
         # A random unit vector of D entries has a component below t with a probability of at most t sqrt(2 D / pi).
         widths = [spaces.q.shape[1] for spaces in layers for _ in range(len(spaces))]
-        self.growth = torch.tensor(widths, dtype=torch.float64, device=q.device) * (2 / math.pi / delta**2)
+        # Each of a filter's two ends may be wrong with half the probability.
+        self.growth = torch.tensor(widths, dtype=torch.float64, device=q.device) * (2 / math.pi / (delta / 2) ** 2)
         self.numbers = torch.cat([spaces.first + spaces.rows for spaces in layers])
         self.found: _Results | None = None
         self._place()

@@ -27,7 +27,7 @@ class Rayleigh(Solver):
     Attributes:
         max_iters: the largest number of iterations; each costs two products.
         step: the step size, in units of 1 / (spectral radius).
-        delta: the largest probability that a certified width is wrong, for each end of each filter.
+        delta: the largest probability that a certified width of a filter is wrong.
     """
 
     max_iters: int = 1000
@@ -96,6 +96,7 @@ class _Descent:
         self.products += 1
         self.running = self.running & (error > MARGIN * tol * quotient.abs().amax(0).squeeze(-1))
         self.iterations += self.running
-        move = torch.where(self.radius > 0, step / self.radius, 0) * self.running[:, None]
-        self.V = normalize(self.V + self.signs * move * gradient, dim=-1)
+        # The gradient is divided first: the inverse of a small radius may overflow.
+        move = torch.where(self.radius > 0, gradient / self.radius, 0) * self.running[:, None]
+        self.V = normalize(self.V + self.signs * step * move, dim=-1)
         self.finished = not bool(self.running.any())

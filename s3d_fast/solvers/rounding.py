@@ -9,6 +9,8 @@ from s3d_fast.operators import SplittingOperator
 
 # The error of a product, in units of the machine epsilon times sum_n |C_n| |x_n|^2.
 ROUNDING = 5
+# Sums below so many of the smallest normal numbers have terms that lose digits by underflow.
+UNDERFLOW = 2.0**10
 
 
 def rounding_error(operator: SplittingOperator, values: Tensor) -> Tensor:  # (2, M) -> (M,)
@@ -18,7 +20,9 @@ def rounding_error(operator: SplittingOperator, values: Tensor) -> Tensor:  # (2
     """
     size = operator.magnitude()
     size = values.abs().amax(0) if size is None else size.to(values)
-    return ROUNDING * torch.finfo(operator.dtype).eps * size
+    numbers = torch.finfo(operator.dtype)
+    size = torch.where(size > 0, size.clamp(min=UNDERFLOW * numbers.tiny), 0)
+    return ROUNDING * numbers.eps * size
 
 
 def in_double(operator: SplittingOperator, V: Tensor, filters: Tensor, backend: str) -> tuple[Tensor, Tensor] | None:

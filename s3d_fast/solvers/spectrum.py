@@ -35,8 +35,8 @@ class Spectrum:
     converged. The residuals come from products with the vectors, or with basis vectors that they combine, and include
     rounding errors. The interval lambda +- residual contains an eigenvalue of S.
 
-    That this is the extreme eigenvalue is what the widths certify: the smallest eigenvalue of S lies in
-    `interval_min`, unless the random start vector was unlucky, which has a probability of at most `delta`.
+    That this is the extreme eigenvalue is what the widths certify: the extreme eigenvalues of S lie in `interval_min`
+    and `interval_max`, unless the random start vector was unlucky, which has a probability of at most `delta`.
     """
 
     lambda_min: Tensor  # (M,)
@@ -144,7 +144,7 @@ def measured(V: Tensor, SV: Tensor, iterations: Tensor, matvecs: Tensor) -> Pair
     """Return the eigenpairs that belong to vectors V and their products SV, both (2, M, D)."""
     values = (V * SV).sum(-1)
     errors = safe_norm(SV - values.unsqueeze(-1) * V)
-    return Pairs(V, values, errors, torch.zeros_like(errors), iterations, matvecs)
+    return Pairs(V, values, errors, torch.zeros_like(errors), torch.zeros_like(errors[0]), iterations, matvecs)
 
 
 def unit_vectors(found: Found) -> Tensor:  # (2, M, D)
@@ -162,5 +162,6 @@ class Pairs:
     values: Tensor  # (2, M)
     errors: Tensor  # (2, M), |S v - lambda v|
     widths: Tensor  # (2, M), how far beyond each value the extreme eigenvalue may lie
+    noise: Tensor  # (M,), rounding errors of the solver, beyond those of products
     iterations: Tensor  # (M,)
     matvecs: Tensor  # (M,)
