@@ -7,6 +7,7 @@
 #include "checks.h"
 #include "dtype.h"
 #include "layers.h"
+#include "panel_choice.h"
 
 namespace s3d {
 namespace {
@@ -30,11 +31,11 @@ struct GatedLayer {
           c22(second ? *second : mixed),
           has_c22(second.has_value()),
           V(v),
-          sums(v, result, kernel.width),
+          sums(v, result, choose_panels(kernel, v)),
           depth(X.depth()),
           rows_per_tile(rows_of_tile<T>(depth)) {}
 
-    double flops() const { return 8. * c11.rows * depth * sums.panels.size() * sums.panels.width; }
+    double flops() const { return 8. * c11.rows * depth * sums.panels.K * sums.panels.M; }
     int64_t most_slices() const { return c11.rows / (2 * rows_per_tile); }
 
     void run(int64_t task) const {
@@ -43,7 +44,7 @@ struct GatedLayer {
         const int64_t begin = sums.begin(place.slice, c11.rows), end = sums.begin(place.slice + 1, c11.rows);
 
         Scratch& scratch = Scratch::of_thread();
-        const int64_t size = sums.panel_size(), half = size / 2, block = place.count * size;
+        const int64_t size = sums.panel_size(), block = place.count * size;
         const int64_t own = sums.has_partials() ? 0 : block, tile = rows_per_tile * panels.width;
         scratch.reset(Scratch::bytes_for<T>(block) + Scratch::bytes_for<T>(own) + 6 * Scratch::bytes_for<T>(tile) +
                       Scratch::bytes_for<T>(X.scratch(rows_per_tile)));
@@ -56,7 +57,7 @@ struct GatedLayer {
         T* x_copy = scratch.take<T>(X.scratch(rows_per_tile));
 
         for (int64_t i = 0; i < place.count; ++i) {
-            V.pack(panels[place.first + i], 0, sums.depth, panels.width, vectors + i * size);
+            V.pack(panels[place.first + i], 0, sums.depth, vectors + i * size);
         }
         T* total = sums.start(place, own_sums);
         for (int64_t row = begin; row < end; row += rows_per_tile) {
@@ -64,20 +65,22 @@ struct GatedLayer {
             const T* x = X.get(row, rows, x_copy);
             for (int64_t i = 0; i < place.count; ++i) {
                 const PanelPlace panel = panels[place.first + i];
+                const PanelLoops<T>& loops = kernel.panels[panel.kind];
                 const T* v = vectors + i * size;
-                kernel.project(x, X.stride(), rows, depth, v, nullptr, 0, p);
-                kernel.project(x, X.stride(), rows, depth, v + half, nullptr, 0, q);
-                const CoefficientTile<T> a(c11, row, rows, panel, panels.width, copies[0]);
-                const CoefficientTile<T> b(c12, row, rows, panel, panels.width, copies[1]);
-                kernel.combine(rows, a.data, a.stride, p, b.data, b.stride, q, upper);
+                const int64_t half = depth * panel.width;
+                loops.project(x, X.stride(), rows, depth, v, nullptr, {}, p);
+                loops.project(x, X.stride(), rows, depth, v + half, nullptr, {}, q);
+                const CoefficientTile<T> a(c11, row, rows, panel, copies[0]);
+                const CoefficientTile<T> b(c12, row, rows, panel, copies[1]);
+                loops.combine(rows, a.data, a.stride, p, b.data, b.stride, q, upper);
                 if (has_c22) {
-                    const CoefficientTile<T> c(c22, row, rows, panel, panels.width, copies[2]);
-                    kernel.combine(rows, b.data, b.stride, p, c.data, c.stride, q, q);
+                    const CoefficientTile<T> c(c22, row, rows, panel, copies[2]);
+                    loops.combine(rows, b.data, b.stride, p, c.data, c.stride, q, q);
                 } else {
-                    kernel.combine(rows, b.data, b.stride, p, nullptr, 0, nullptr, q);
+                    loops.combine(rows, b.data, b.stride, p, nullptr, 0, nullptr, q);
                 }
-                kernel.accumulate(x, X.stride(), rows, depth, upper, total + i * size);
-                kernel.accumulate(x, X.stride(), rows, depth, q, total + i * size + half);
+                loops.accumulate(x, X.stride(), rows, depth, upper, total + i * size);
+                loops.accumulate(x, X.stride(), rows, depth, q, total + i * size + half);
             }
         }
         sums.finish(place, total);

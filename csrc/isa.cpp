@@ -48,13 +48,6 @@ std::vector<Candidate> candidates() {
     return found;
 }
 
-const InstructionSet* find(const std::string& name) {
-    for (const Candidate& candidate : candidates()) {
-        if (candidate.available && name == candidate.set->name) return candidate.set;
-    }
-    return nullptr;
-}
-
 const InstructionSet* best() {
     for (const Candidate& candidate : candidates()) {
         if (candidate.available) return candidate.set;
@@ -85,14 +78,15 @@ std::vector<std::string> compiled_isas() {
     return names;
 }
 
-void use_isa(const std::string& name) {
-    const InstructionSet* set = find(name);
-    if (!set) {
-        std::string message = "isa must be one that this processor has:";
-        for (const std::string& available : available_isas()) message += " " + available;
-        throw std::invalid_argument(message + "; got " + name);
+const InstructionSet& find_isa(const std::string& name) {
+    for (const Candidate& candidate : candidates()) {
+        if (candidate.available && name == candidate.set->name) return *candidate.set;
     }
-    in_use().store(set);
+    std::string message = "isa must be one that this processor has:";
+    for (const std::string& available : available_isas()) message += " " + available;
+    throw std::invalid_argument(message + "; got " + name);
 }
+
+void use_isa(const std::string& name) { in_use().store(&find_isa(name)); }
 
 }  // namespace s3d

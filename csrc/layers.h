@@ -30,15 +30,14 @@ struct TaskPlace {
 template <typename T>
 class LayerSums {
  public:
-    // V is (M, D) or (K, M, D), and `result` is contiguous and like V.
-    LayerSums(const Tensor& V, const Tensor& result, int64_t width)
-        : panels(V.dim() == 3 ? V.size(0) : 1, V.size(-2), width),
-          depth(V.size(-1)),
-          out_(mutable_data_of<T>(result)) {}
+    // `result` is contiguous and like V.
+    LayerSums(const Tensor& V, const Tensor& result, const PanelGrid& panels)
+        : panels(panels), depth(V.size(-1)), out_(mutable_data_of<T>(result)) {}
 
     const PanelGrid panels;
     const int64_t depth;  // entries of a vector
 
+    // Every panel has room for the widest.
     int64_t panel_size() const { return depth * panels.width; }
     int64_t tasks() const { return slices_ * ceil_div(panels.size(), panels_per_task_); }
     int64_t slices() const { return slices_; }
@@ -88,7 +87,7 @@ class LayerSums {
     void write(int64_t panel, const T* sums) const {
         const PanelPlace place = panels[panel];
         T* to = out_ + (place.k * panels.M + place.first) * depth;
-        unpack_panels(sums, slices_, size(), place.count, depth, panels.width, to, depth);
+        unpack_panels(sums, slices_, size(), place.count, depth, place.width, to, depth);
     }
 
     T* const out_;  // (K, M, D)

@@ -33,7 +33,7 @@ class DenseMatrices {
           add_(add),
           depth_(X_.depth()),
           pairs_(depth_ * (depth_ + 1) / 2),
-          panels_(1, C.size(1), kernel_.width),
+          panels_(PanelGrid::wide(1, C.size(1), kernel_)),
           pair_blocks_(ceil_div(pairs_, pairs_per_block)),
           panel_blocks_(ceil_div(panels_.size(), panels_per_task)) {
         const int64_t threads = thread_count();
@@ -93,7 +93,7 @@ class DenseMatrices {
                 const int64_t some = std::min(tile_pairs, pairs - pair);
                 kernel_.pair_products(x, X_.stride(), rows, depth_, first_pair + pair, some, products, stride);
                 for (int64_t p = 0; p < count; ++p) {
-                    kernel_.accumulate(products, stride, rows, some, c + p * c_size, sums(p) + pair * width);
+                    kernel_.wide().accumulate(products, stride, rows, some, c + p * c_size, sums(p) + pair * width);
                 }
             }
         }

@@ -5,6 +5,7 @@
 #include "checks.h"
 #include "dtype.h"
 #include "layers.h"
+#include "panel_choice.h"
 
 namespace s3d {
 namespace {
@@ -16,18 +17,21 @@ struct Layer {
     Matrix<T> C;
     Vectors<T> V;
     LayerSums<T> sums;
-    int64_t depth, rows_per_tile;
+    int64_t depth;  // without the bias
+    bool bias;
+    int64_t rows_per_tile;
 
     Layer(const Tensor& x, const Tensor& c, const Tensor& v, bool bias, const Tensor& result)
         : kernel(kernels<T>()),
-          X(Matrix<T>(x), bias),
+          X(Matrix<T>(x), false),
           C(c),
           V(v),
-          sums(v, result, kernel.width),
+          sums(v, result, choose_panels(kernel, v)),
           depth(X.depth()),
+          bias(bias),
           rows_per_tile(rows_of_tile<T>(depth)) {}
 
-    double flops() const { return 4. * C.rows * depth * sums.panels.size() * sums.panels.width; }
+    double flops() const { return 4. * C.rows * sums.depth * sums.panels.K * sums.panels.M; }
     int64_t most_slices() const { return C.rows / (2 * rows_per_tile); }
 
     void run(int64_t task) const {
@@ -47,16 +51,27 @@ struct Layer {
         T* x_copy = scratch.take<T>(X.scratch(rows_per_tile));
 
         for (int64_t p = 0; p < place.count; ++p) {
-            V.pack(panels[place.first + p], 0, depth, panels.width, vectors + p * size);
+            V.pack(panels[place.first + p], 0, sums.depth, vectors + p * size);
         }
         T* total = sums.start(place, own_sums);
         for (int64_t row = begin; row < end; row += rows_per_tile) {
             const int64_t rows = std::min(rows_per_tile, end - row);
             const T* x = X.get(row, rows, x_copy);
             for (int64_t p = 0; p < place.count; ++p) {
-                const CoefficientTile<T> c(C, row, rows, panels[place.first + p], panels.width, c_copy);
-                kernel.project(x, X.stride(), rows, depth, vectors + p * size, c.data, c.stride, product);
-                kernel.accumulate(x, X.stride(), rows, depth, product, total + p * size);
+                const PanelPlace panel = panels[place.first + p];
+                const PanelLoops<T>& loops = kernel.panels[panel.kind];
+                const T* v = vectors + p * size;
+                T* sum = total + p * size;
+                CoefficientTile<T> c(C, row, rows, panel, c_copy);
+                if (C.is_direct()) {
+                    c.ahead = p + 1 < place.count ? C.at(row, panel.first + panel.width)
+                                                  : C.at(row + rows, panels[place.first].first);
+                }
+                // The last row of a panel belongs to the bias: each row of X would end with a 1.
+                const int64_t last = depth * panel.width;
+                loops.project(x, X.stride(), rows, depth, v, bias ? v + last : nullptr, c, product);
+                loops.accumulate(x, X.stride(), rows, depth, product, sum);
+                if (bias) loops.add_rows(rows, product, sum + last);
             }
         }
         sums.finish(place, total);

@@ -30,12 +30,13 @@ namespace s3d::S3D_ISA {
 
 template <typename T>
 constexpr Kernels<T> table() {
+    PanelLoops<T> half = {};
+#if S3D_HALF_VECTORS
+    half = NarrowPanels<T, S3D_VECTOR_BYTES / 2>::loops();
+#endif
     return {
-        .width = width<T>,
         .lanes = lanes<T>,
-        .project = Panels<T>::project,
-        .accumulate = Panels<T>::accumulate,
-        .combine = Panels<T>::combine,
+        .panels = {WidePanels<T>::loops(), NarrowPanels<T>::loops(), half},
         .stencil = Stencil<T>::line,
         .shifted_dots = Stencil<T>::shifted_dots,
         .window_norms = Stencil<T>::window_norms,
