@@ -171,7 +171,8 @@ class DepthwiseLayer {
         for (int64_t row = 0; row < rows; row += rows_per_tile_) {
             const int64_t some = std::min(rows_per_tile_, rows - row);
             const T* x = X_.get(begin + row, some, work.x_copy);
-            kernel_.wide().accumulate(x, X_.stride(), some, depth_, work.maps[0] + row * work.width, total);
+            kernel_.wide().accumulate(x, X_.stride(), some, depth_, work.maps[0] + row * work.width, nullptr,
+                                       total);
         }
     }
 

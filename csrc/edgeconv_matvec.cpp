@@ -80,7 +80,7 @@ class EdgeConvProduct {
         Scratch& scratch = Scratch::of_thread();
         scratch.reset(2 * Scratch::bytes_for<T>(features_ * width) + 2 * Scratch::bytes_for<T>(points_ * width) +
                       5 * Scratch::bytes_for<T>(tile) + Scratch::bytes_for<T>(any_cloud.scratch(tile_rows)) +
-                      Scratch::bytes_for<T>(tile_rows) + Scratch::bytes_for<T>(width));
+                      Scratch::bytes_for<T>(width));
         T* a = scratch.take<T>(features_ * width);
         T* b_less_a = scratch.take<T>(features_ * width);
         T* projected = scratch.take<T>(points_ * width);  // a.x of all points
@@ -89,9 +89,7 @@ class EdgeConvProduct {
         T* c_copy = scratch.take<T>(tile);
         T* tie_copies[3] = {scratch.take<T>(tile), scratch.take<T>(tile), scratch.take<T>(tile)};
         T* x_copy = scratch.take<T>(any_cloud.scratch(tile_rows));
-        T* ones = scratch.take<T>(tile_rows);
         T* offset = scratch.take<T>(width);
-        std::fill(ones, ones + tile_rows, T(1));
 
         V_.pack(place, 0, features_, a);
         V_.pack(place, features_, features_, b_less_a);
@@ -126,12 +124,12 @@ class EdgeConvProduct {
                                       received, t)) {
                     return false;
                 }
-                kernel_.wide().accumulate(x, X.stride(), rows, features_, t, sums_b);
-                if (bias_) kernel_.wide().accumulate(ones, 1, rows, 1, t, sums_bias);
+                kernel_.wide().accumulate(x, X.stride(), rows, features_, t, nullptr, sums_b);
+                if (bias_) kernel_.wide().add_rows(rows, t, sums_bias);
             }
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
-                kernel_.wide().accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width,
+                kernel_.wide().accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width, nullptr,
                                    sums_a);
             }
         }

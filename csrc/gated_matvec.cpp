@@ -79,8 +79,8 @@ struct GatedLayer {
                 } else {
                     loops.combine(rows, b.data, b.stride, p, nullptr, 0, nullptr, q);
                 }
-                loops.accumulate(x, X.stride(), rows, depth, upper, total + i * size);
-                loops.accumulate(x, X.stride(), rows, depth, q, total + i * size + half);
+                loops.accumulate(x, X.stride(), rows, depth, upper, nullptr, total + i * size);
+                loops.accumulate(x, X.stride(), rows, depth, q, nullptr, total + i * size + half);
             }
         }
         sums.finish(place, total);

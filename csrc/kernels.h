@@ -111,8 +111,8 @@ struct PanelLoops {
     void (*project)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* V, const T* start,
                     const Coefficients<T>& C, T* U);
 
-    // out[d, :] += sum_n X[n, d] U[n, :].
-    void (*accumulate)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, T* out);
+    // out[d, :] += sum_n X[n, d] U[n, :]. Prefetches as many rows from `ahead`, unless it is null.
+    void (*accumulate)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, const T* ahead, T* out);
 
     // out[:] += sum_n U[n, :].
     void (*add_rows)(int64_t rows, const T* U, T* out);

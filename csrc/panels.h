@@ -106,13 +106,16 @@ class RowTiles {
     // Loops may read `room` entries beyond the end of a row.
     RowTiles(const Matrix<T>& X, bool bias, int64_t room = 0) : X_(X), bias_(bias) {
         const int64_t bytes = X.row_stride * static_cast<int64_t>(sizeof(T));
-        direct_ = X.is_direct() && !bias && room == 0 && bytes < max_direct_stride;
+        direct_ = X.is_direct() && !bias && room == 0 && bytes <= max_direct_stride;
         stride_ = direct_ ? X.row_stride : odd_lines<T>(depth() + room);
     }
 
     int64_t depth() const { return X_.columns + bias_; }
     int64_t stride() const { return stride_; }
     int64_t scratch(int64_t rows) const { return direct_ ? 0 : rows * stride_; }
+
+    // Returns where the tile at `row` is to be prefetched; null if it will be a copy, which hardware predicts.
+    const T* ahead(int64_t row) const { return direct_ ? X_.at(row, 0) : nullptr; }
 
     const T* get(int64_t row, int64_t count, T* scratch) const {
         if (direct_) return X_.at(row, 0);
@@ -124,7 +127,7 @@ class RowTiles {
     }
 
  private:
-    static constexpr int64_t max_direct_stride = 1024;
+    static constexpr int64_t max_direct_stride = 2048;
     Matrix<T> X_;
     bool bias_, direct_;
     int64_t stride_;

@@ -70,7 +70,8 @@ struct Layer {
                 // The last row of a panel belongs to the bias: each row of X would end with a 1.
                 const int64_t last = depth * panel.width;
                 loops.project(x, X.stride(), rows, depth, v, bias ? v + last : nullptr, c, product);
-                loops.accumulate(x, X.stride(), rows, depth, product, sum);
+                const T* ahead = p + 1 < place.count ? nullptr : X.ahead(row + rows);
+                loops.accumulate(x, X.stride(), rows, depth, product, ahead, sum);
                 if (bias) loops.add_rows(rows, product, sum + last);
             }
         }

@@ -40,11 +40,12 @@ struct Panels {
 
     static S3D_INLINE Vector at(const T* row, int v) { return load<T, bytes>(row + v * lanes); }
 
-    // tile[i, :] += sum_k A[i * step_i + k * step_k] B[k, :].
+    // tile[i, :] += sum_k A[i * step_i + k * step_k] B[k, :]. Prefetches ahead[k * step_k], unless `ahead` is null.
     template <int R>
     static S3D_INLINE void multiply(Tile<R>& tile, const T* A, int64_t step_i, int64_t step_k, int64_t depth,
-                                    const T* B) {
+                                    const T* B, const T* ahead = nullptr) {
         for (int64_t k = 0; k < depth; ++k) {
+            if (ahead) __builtin_prefetch(ahead + k * step_k, 0, 2);
             Vector b[vectors];
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; ++v) b[v] = at(B + k * width, v);
@@ -103,10 +104,11 @@ struct Panels {
 
     template <int R>
     struct Accumulate {
-        static __attribute__((noinline)) void run(const T* X, int64_t x_stride, int64_t rows, const T* U, T* out) {
+        static __attribute__((noinline)) void run(const T* X, int64_t x_stride, int64_t rows, const T* U,
+                                                  const T* ahead, T* out) {
             Tile<R> tile;
             load_tile<R>(tile, out, width);
-            multiply<R>(tile, X, 1, x_stride, rows, U);
+            multiply<R>(tile, X, 1, x_stride, rows, U, ahead);
             store_tile<R>(tile, out);
         }
     };
@@ -128,12 +130,13 @@ struct Panels {
         }
     }
 
-    static void accumulate(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, T* out) {
+    static void accumulate(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, const T* ahead,
+                           T* out) {
         const Groups groups(depth, most_columns);
         int64_t d = 0;
         for (int64_t group = 0; group < groups.count; ++group) {
             const int size = groups[group];
-            with_rows<most_columns, Accumulate>(size, X + d, x_stride, rows, U, out + d * width);
+            with_rows<most_columns, Accumulate>(size, X + d, x_stride, rows, U, ahead ? ahead + d : X + d, out + d * width);
             d += size;
         }
     }
