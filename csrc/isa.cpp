@@ -20,6 +20,9 @@ extern const InstructionSet instruction_set;
 namespace avx512_emulated {
 extern const InstructionSet instruction_set;
 }
+namespace avx512_bf16 {
+extern const PairKernels kernels;
+}
 #endif
 
 namespace {
@@ -64,6 +67,14 @@ std::atomic<const InstructionSet*>& in_use() {
 
 const InstructionSet& isa() { return *in_use().load(std::memory_order_relaxed); }
 
+const PairKernels* pair_kernels() {
+#if defined(__x86_64__)
+    static const bool available = __builtin_cpu_supports("avx512bf16");
+    if (available && &isa() == &avx512::instruction_set) return &avx512_bf16::kernels;
+#endif
+    return nullptr;
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const Candidate& candidate : candidates()) {
@@ -87,6 +98,6 @@ const InstructionSet& find_isa(const std::string& name) {
     throw std::invalid_argument(message + "; got " + name);
 }
 
-void use_isa(const std::string& name) { in_use().store(&find_isa(name)); }
+void use_isa(const std::string& name) { in_use().store(name == "auto" ? best() : &find_isa(name)); }
 
 }  // namespace s3d

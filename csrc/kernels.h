@@ -198,6 +198,29 @@ struct Widen {
     void (*float16)(const uint16_t* from, int64_t count, float* to);
 };
 
+// The loops over panels of one width in bfloat16, with float32 sums. Numbers come in pairs, the first in the lower half:
+// a pair takes the place of a number in the panels V and U.
+struct PairLoops {
+    int width;
+
+    // Pair p of U, (ceil(rows / 2), width), is rows 2 p and 2 p + 1 of C[n, :] * (start[:] + sum_k X[n, k] . V[k, :]), or
+    // one row and zero. X has `pairs` pairs per row, and C has `count` columns. If start is null, it is 0.
+    void (*project)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t pairs, const uint32_t* V,
+                    const float* start, const Coefficients<uint16_t>& C, int64_t count, uint32_t* U);
+
+    // out[d, :] += sum_p X[p, d] . U[p, :].
+    void (*accumulate)(const uint32_t* X, int64_t x_stride, int64_t pairs, int64_t depth, const uint32_t* U,
+                       float* out);
+};
+
+struct PairKernels {
+    std::array<PairLoops, 2> panels;  // as wide as those of Kernels<float>
+
+    // to[p, d] = entries (2 p, d) and (2 p + 1, d) of X, or one entry and zero.
+    void (*pair_rows)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t depth, uint32_t* to,
+                      int64_t to_stride);
+};
+
 struct InstructionSet {
     const char* name;
     Kernels<float> f32;
@@ -217,9 +240,12 @@ std::vector<std::string> available_isas();
 // Returns the names of all compiled sets, best first.
 std::vector<std::string> compiled_isas();
 
-// Chooses a set by name, for tests and comparisons. Running operators finish with the set that they began with. Throws
+// Chooses a set by name, or the best one with "auto". Running operators finish with the set that they began with. Throws
 // std::invalid_argument if this processor cannot run the set.
 void use_isa(const std::string& name);
+
+// Returns the loops in bfloat16 that belong to the set in use; null if there are none, or if this processor lacks them.
+const PairKernels* pair_kernels();
 
 template <typename T>
 const Kernels<T>& kernels() {

@@ -35,6 +35,9 @@ PYBIND11_MODULE(_C, m) {
     m.def("available_isas", s3d::available_isas, "Return the instruction sets that this processor has, best first.");
     m.def("compiled_isas", s3d::compiled_isas, "Return the instruction sets that were compiled, best first.");
     m.def("use_isa", s3d::use_isa, pybind11::arg("name"), "Use the named instruction set from now on.");
+    m.def(
+        "has_bfloat16_products", [] { return s3d::pair_kernels() != nullptr; },
+        "Return whether the instruction set in use multiplies bfloat16 numbers.");
     m.def("fma_peak", s3d::fma_peak, pybind11::arg("isa"),
           "Return the float32 operations per second that one thread reaches in registers.");
     m.def("read_bandwidth", s3d::read_bandwidth, pybind11::arg("bytes"),

@@ -6,6 +6,7 @@
 #include "dtype.h"
 #include "layers.h"
 #include "panel_choice.h"
+#include "rounded_layer.h"
 
 namespace s3d {
 namespace {
@@ -85,7 +86,11 @@ void check(const Tensor& X, const Tensor& C, const Tensor& V, bool bias) {
     check_vectors(V, C.size(1), X.size(1) + bias);
 }
 
-Tensors splitting_matvec_grouped(const Tensors& X, const Tensors& C, const Tensors& V, const std::vector<bool>& bias) {
+bool is_bfloat16(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::BFloat16; }
+
+// With `rounded`, layers whose rows are bfloat16 may round all factors to bfloat16.
+Tensors splitting_matvec_grouped(const Tensors& X, const Tensors& C, const Tensors& V, const std::vector<bool>& bias,
+                                 bool rounded) {
     CHECK_VALUE(X.size() == C.size() && X.size() == V.size() && X.size() == bias.size(),
                 "X, C, V and bias must have one entry per layer, got ", X.size(), ", ", C.size(), ", ", V.size(),
                 " and ", bias.size());
@@ -94,23 +99,31 @@ Tensors splitting_matvec_grouped(const Tensors& X, const Tensors& C, const Tenso
         check(X[i], C[i], V[i], bias[i]);
         results.push_back(new_like(V[i]));
     }
+    const PairKernels* pairs = rounded ? pair_kernels() : nullptr;
     ItemsByDtype<Layer> layers;
+    std::list<RoundedLayer> rounded_layers;
     for (size_t i = 0; i < results.size(); ++i) {
         if (results[i].numel() == 0) continue;
+        if (pairs && is_bfloat16(X[i]) && is_bfloat16(C[i])) {
+            rounded_layers.emplace_back(*pairs, X[i], C[i], V[i], bias[i], results[i]);
+            continue;
+        }
         with_dtype(V[i].scalar_type(),
                    [&]<typename T>() { layers.of<T>().emplace_back(X[i], C[i], V[i], bias[i], results[i]); });
     }
     layers.for_each_dtype([](auto& of_dtype) { run_layers(of_dtype); });
+    run_layers(rounded_layers);
     return results;
 }
 
-Tensor splitting_matvec(const Tensor& X, const Tensor& C, const Tensor& V, bool bias) {
-    return splitting_matvec_grouped({X}, {C}, {V}, {bias})[0];
+Tensor splitting_matvec(const Tensor& X, const Tensor& C, const Tensor& V, bool bias, bool rounded) {
+    return splitting_matvec_grouped({X}, {C}, {V}, {bias}, rounded)[0];
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("splitting_matvec(Tensor X, Tensor C, Tensor V, bool bias) -> Tensor");
-    m.def("splitting_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] V, bool[] bias) -> Tensor[]");
+    m.def("splitting_matvec(Tensor X, Tensor C, Tensor V, bool bias, bool rounded=False) -> Tensor");
+    m.def(
+        "splitting_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] V, bool[] bias, bool rounded=False) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
