@@ -72,7 +72,7 @@ def table(widths: Sequence[int] = WIDTHS, seconds: float = 0.2) -> tuple[str, li
             marks = "<" * (ratio < 1) + "*" * (fraction < wanted)
             cells.append(f"{ratio:.1f}x {fraction:.2f}{marks}")
             if marks:
-                missed.append(f"D={D} M={M}: {ratio:.2f} times PyTorch, {fraction:.2f} of the peak, wanted {wanted:.2f}")
+                missed.append(f"D={D} M={M}: {ratio:.2f} x PyTorch, {fraction:.3f} of the peak, wanted {wanted:.2f}")
         rows.append([f"M={M}", *cells])
     return text_table(rows), missed
 

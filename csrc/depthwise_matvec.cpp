@@ -171,8 +171,7 @@ class DepthwiseLayer {
         for (int64_t row = 0; row < rows; row += rows_per_tile_) {
             const int64_t some = std::min(rows_per_tile_, rows - row);
             const T* x = X_.get(begin + row, some, work.x_copy);
-            kernel_.wide().accumulate(x, X_.stride(), some, depth_, work.maps[0] + row * work.width, nullptr,
-                                       total);
+            kernel_.wide().accumulate(x, X_.stride(), some, depth_, work.maps[0] + row * work.width, nullptr, total);
         }
     }
 
@@ -188,7 +187,7 @@ class DepthwiseLayer {
                 const int64_t row = image * map_size(stage) + line * widths_[stage], at = line * widths_[stage] * width;
                 const CoefficientTile<T> d(d_[stage], row, widths_[stage], panel, work.copies[0]);
                 kernel_.wide().combine(widths_[stage], d.data, d.stride, map(stage) + at, nullptr, 0, nullptr,
-                                work.scaled + at);
+                                       work.scaled + at);
             });
             lines(stage + 1, [&](int64_t line) {
                 T* to = map(stage + 1) + line * widths_[stage + 1] * width;

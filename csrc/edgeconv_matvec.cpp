@@ -129,8 +129,8 @@ class EdgeConvProduct {
             }
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
-                kernel_.wide().accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width, nullptr,
-                                   sums_a);
+                kernel_.wide().accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width,
+                                          nullptr, sums_a);
             }
         }
         return true;

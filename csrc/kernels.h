@@ -155,8 +155,8 @@ struct Kernels {
     // With ties, r = runner[n, :] and tau = K[n, :] * (d1[n, :] * u - d2[n, :] * u'), where u' has r in place of w; in
     // addition, received[w, :] += d1 * tau, received[r, :] -= d2 * tau, and t[n, :] += (d1 - d2) * tau before it is
     // subtracted. If d1 and d2 are null, both are 1.
-    // t, projected and received are panels of the largest width, and the first `count` columns are filters. The loop stops and returns false
-    // if a winner or a runner-up is not in [0, points).
+    // t, projected and received are panels of the largest width, and the first `count` columns are filters. The loop
+    // stops and returns false if a winner or a runner-up is not in [0, points).
     bool (*exchange)(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
                      int64_t count, const T* C, int64_t c_stride, const Ties<T>* ties, const T* offset,
                      const T* projected, T* received, T* t);
@@ -198,13 +198,13 @@ struct Widen {
     void (*float16)(const uint16_t* from, int64_t count, float* to);
 };
 
-// The loops over panels of one width in bfloat16, with float32 sums. Numbers come in pairs, the first in the lower half:
-// a pair takes the place of a number in the panels V and U.
+// The loops over panels of one width in bfloat16, with float32 sums. Numbers come in pairs, the first in the lower
+// half: a pair takes the place of a number in the panels V and U.
 struct PairLoops {
     int width;
 
-    // Pair p of U, (ceil(rows / 2), width), is rows 2 p and 2 p + 1 of C[n, :] * (start[:] + sum_k X[n, k] . V[k, :]), or
-    // one row and zero. X has `pairs` pairs per row, and C has `count` columns. If start is null, it is 0.
+    // Pair p of U, (ceil(rows / 2), width), is rows 2 p and 2 p + 1 of C[n, :] * (start[:] + sum_k X[n, k] . V[k, :]),
+    // or one row and zero. X has `pairs` pairs per row, and C has `count` columns. If start is null, it is 0.
     void (*project)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t pairs, const uint32_t* V,
                     const float* start, const Coefficients<uint16_t>& C, int64_t count, uint32_t* U);
 
@@ -240,8 +240,8 @@ std::vector<std::string> available_isas();
 // Returns the names of all compiled sets, best first.
 std::vector<std::string> compiled_isas();
 
-// Chooses a set by name, or the best one with "auto". Running operators finish with the set that they began with. Throws
-// std::invalid_argument if this processor cannot run the set.
+// Chooses a set by name, or the best one with "auto". Running operators finish with the set that they began with.
+// Throws std::invalid_argument if this processor cannot run the set.
 void use_isa(const std::string& name);
 
 // Returns the loops in bfloat16 that belong to the set in use; null if there are none, or if this processor lacks them.

@@ -95,7 +95,8 @@ class DenseMatrices {
                 const int64_t some = std::min(tile_pairs, pairs - pair);
                 kernel_.pair_products(x, X_.stride(), rows, depth_, first_pair + pair, some, products, stride);
                 for (int64_t p = 0; p < count; ++p) {
-                    kernel_.wide().accumulate(products, stride, rows, some, c + p * c_size, nullptr, sums(p) + pair * width);
+                    kernel_.wide().accumulate(products, stride, rows, some, c + p * c_size, nullptr,
+                                              sums(p) + pair * width);
                 }
             }
         }

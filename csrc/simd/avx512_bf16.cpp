@@ -1,7 +1,7 @@
 // Computes the two products of S v in bfloat16 with float32 sums, by AVX512_BF16.
 //
-// An instruction multiplies pairs of numbers and adds both products: the first product takes pairs along a row of X, the
-// second one pairs of rows. It flushes subnormal numbers to zero.
+// An instruction multiplies pairs of numbers and adds both products: the first product takes pairs along a row of X,
+// the second one pairs of rows. It flushes subnormal numbers to zero.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -34,9 +34,7 @@ S3D_BF16_INLINE void multiply(__m512 (&tile)[R][vectors], const char* A, int64_t
 }
 
 // The numbers, rounded, in the lower halves.
-S3D_BF16_INLINE __m512i rounded(__m512 numbers) {
-    return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(numbers));
-}
+S3D_BF16_INLINE __m512i rounded(__m512 numbers) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(numbers)); }
 
 template <int vectors>
 struct PairPanels {
@@ -53,7 +51,7 @@ struct PairPanels {
             const uint16_t* c = C.data + row * C.stride;
             if (C.ahead) {
 #pragma GCC unroll 32
-                for (int i = 0; i < R; ++i) __builtin_prefetch(C.ahead + (row + i) * C.stride);
+                for (int i = 0; i < R; ++i) __builtin_prefetch(C.ahead + (row + i) * C.stride, 0, 2);
             }
             __m512 tile[R][vectors];
 #pragma GCC unroll 32
@@ -71,7 +69,8 @@ struct PairPanels {
                 for (int i = 0; i < R; i += 2) {
                     __m512i both = rounded(scaled(tile[i][v], c + i * C.stride + v * lanes, mask));
                     if (i + 1 < R) {
-                        const __m512 next = scaled(tile[i + 1 < R ? i + 1 : i][v], c + (i + 1) * C.stride + v * lanes, mask);
+                        const __m512 next =
+                            scaled(tile[i + 1 < R ? i + 1 : i][v], c + (i + 1) * C.stride + v * lanes, mask);
                         both = _mm512_or_si512(both, _mm512_slli_epi32(rounded(next), 16));
                     }
                     _mm512_storeu_si512(U + i / 2 * width + v * lanes, both);

@@ -88,7 +88,7 @@ struct Panels {
 #pragma GCC unroll 32
                 for (int i = 0; i < R; ++i)
 #pragma GCC unroll 4
-                    for (int v = 0; v < vectors; ++v) __builtin_prefetch(ahead + i * C.stride + v * lanes);
+                    for (int v = 0; v < vectors; ++v) __builtin_prefetch(ahead + i * C.stride + v * lanes, 0, 2);
             }
             multiply<R>(tile, X, x_stride, 1, depth, V);
             if (C.data) {
@@ -136,7 +136,8 @@ struct Panels {
         int64_t d = 0;
         for (int64_t group = 0; group < groups.count; ++group) {
             const int size = groups[group];
-            with_rows<most_columns, Accumulate>(size, X + d, x_stride, rows, U, ahead ? ahead + d : X + d, out + d * width);
+            with_rows<most_columns, Accumulate>(size, X + d, x_stride, rows, U, ahead ? ahead + d : X + d,
+                                                out + d * width);
             d += size;
         }
     }
