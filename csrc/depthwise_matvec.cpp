@@ -45,8 +45,7 @@ class DepthwiseLayer {
     LayerSums<T> sums;
 
     DepthwiseLayer(const LayerTensors& layer, const Tensor& result)
-        : sums(layer.V, result,
-               PanelGrid::wide(layer.V.dim() == 3 ? layer.V.size(0) : 1, layer.V.size(-2), kernels<T>())),
+        : sums(layer.V, result, PanelGrid::wide(sets_of(layer.V), layer.V.size(-2), kernels<T>())),
           kernel_(kernels<T>()),
           X_(Matrix<T>(layer.X), layer.bias),
           V_(layer.V),

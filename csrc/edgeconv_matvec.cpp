@@ -41,7 +41,7 @@ class EdgeConvProduct {
           clouds_(X.size(0)),
           points_(X.size(1)),
           features_(X.size(2)),
-          panels_(PanelGrid::wide(V.dim() == 3 ? V.size(0) : 1, V.size(-2), kernel_)),
+          panels_(PanelGrid::wide(sets_of(V), V.size(-2), kernel_)),
           sums_size_((2 * features_ + 1) * panels_.width),
           slices_(std::clamp<int64_t>(ceil_div(thread_count() * tasks_per_thread, panels_.size()), 1, clouds_)),
           partials_(new T[slices_ * panels_.size() * sums_size_]) {

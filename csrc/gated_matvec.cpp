@@ -20,12 +20,14 @@ struct GatedLayer {
     bool has_c22;
     Vectors<T> V;
     LayerSums<T> sums;
-    int64_t depth, rows_per_tile;  // depth: of one half
+    int64_t depth;  // of one half, without the bias
+    bool bias;
+    int64_t rows_per_tile;
 
     GatedLayer(const Tensor& x, const Tensor& first, const Tensor& mixed, const OptionalTensor& second, const Tensor& v,
                bool bias, const Tensor& result)
         : kernel(kernels<T>()),
-          X(Matrix<T>(x), bias),
+          X(Matrix<T>(x), false),
           c11(first),
           c12(mixed),
           c22(second ? *second : mixed),
@@ -33,9 +35,10 @@ struct GatedLayer {
           V(v),
           sums(v, result, choose_panels(kernel, v)),
           depth(X.depth()),
+          bias(bias),
           rows_per_tile(rows_of_tile<T>(depth)) {}
 
-    double flops() const { return 8. * c11.rows * depth * sums.panels.K * sums.panels.M; }
+    double flops() const { return 4. * c11.rows * sums.depth * sums.panels.K * sums.panels.M; }
     int64_t most_slices() const { return c11.rows / (2 * rows_per_tile); }
 
     void run(int64_t task) const {
@@ -67,9 +70,10 @@ struct GatedLayer {
                 const PanelPlace panel = panels[place.first + i];
                 const PanelLoops<T>& loops = kernel.panels[panel.kind];
                 const T* v = vectors + i * size;
-                const int64_t half = depth * panel.width;
-                loops.project(x, X.stride(), rows, depth, v, nullptr, {}, p);
-                loops.project(x, X.stride(), rows, depth, v + half, nullptr, {}, q);
+                // The last row of each half belongs to the bias: each row of X would end with a 1.
+                const int64_t last = depth * panel.width, half = last + bias * panel.width;
+                loops.project(x, X.stride(), rows, depth, v, bias ? v + last : nullptr, {}, p);
+                loops.project(x, X.stride(), rows, depth, v + half, bias ? v + half + last : nullptr, {}, q);
                 const CoefficientTile<T> a(c11, row, rows, panel, copies[0]);
                 const CoefficientTile<T> b(c12, row, rows, panel, copies[1]);
                 loops.combine(rows, a.data, a.stride, p, b.data, b.stride, q, upper);
@@ -79,8 +83,13 @@ struct GatedLayer {
                 } else {
                     loops.combine(rows, b.data, b.stride, p, nullptr, 0, nullptr, q);
                 }
-                loops.accumulate(x, X.stride(), rows, depth, upper, nullptr, total + i * size);
-                loops.accumulate(x, X.stride(), rows, depth, q, nullptr, total + i * size + half);
+                T* sum = total + i * size;
+                loops.accumulate(x, X.stride(), rows, depth, upper, nullptr, sum);
+                loops.accumulate(x, X.stride(), rows, depth, q, nullptr, sum + half);
+                if (bias) {
+                    loops.add_rows(rows, upper, sum + last);
+                    loops.add_rows(rows, q, sum + half + last);
+                }
             }
         }
         sums.finish(place, total);

@@ -132,6 +132,11 @@ struct Kernels {
     std::array<PanelLoops<T>, 3> panels;
     const PanelLoops<T>& wide() const { return panels[0]; }
 
+    // For one filter, with u[n] = c[n] (start + X[n, :] . v), out[:] += sum_n u[n] X[n, :] and out[depth] += sum_n
+    // u[n]. If start is null, it is 0, and out has no entry [depth]. `depth` is at least `lanes`.
+    void (*turn_filter)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* v, const T* start,
+                        const T* c, int64_t c_stride, T* out);
+
     // One line of a depthwise convolution. For each place i of the run, with o = run.first + i * run.step,
     //     out[o, :] = sum over r < rows and c < run.taps of weight[row_tap[r] * kernel_columns + run.tap[c], :]
     //                 * in[row_place[r] * in_columns + run.place[c] + i * run.advance, :].

@@ -12,7 +12,7 @@ std::vector<int> choose_panels(const Kernels<T>& kernel, int64_t M);
 // Returns the panels of vectors V, (M, D) or (K, M, D).
 template <typename T>
 PanelGrid choose_panels(const Kernels<T>& kernel, const Tensor& V) {
-    return PanelGrid(V.dim() == 3 ? V.size(0) : 1, V.size(-2), kernel, choose_panels(kernel, V.size(-2)));
+    return PanelGrid(sets_of(V), V.size(-2), kernel, choose_panels(kernel, V.size(-2)));
 }
 
 }  // namespace s3d

@@ -8,9 +8,13 @@
 
 namespace s3d {
 
-// The filters of a panel: filters [first, first + count) of vector set k. The panel has the width of panels[kind] of
-// the instruction set.
+// Returns the number of sets of vectors V, (M, D) or (K, M, D).
+inline int64_t sets_of(const Tensor& V) { return V.dim() == 3 ? V.size(0) : 1; }
+
+// The filters of a panel: filters [first, first + count) of vector set k. The panel is one of panels[kind] of the
+// instruction set, or a single filter.
 struct PanelPlace {
+    static constexpr int single = -1;
     int64_t k, first, count, width;
     int kind;
 };
@@ -24,9 +28,17 @@ class PanelGrid {
         return PanelGrid(K, M, kernel, std::vector<int>(ceil_div(M, kernel.wide().width), 0));
     }
 
+    // Each filter is a panel of its own.
+    static PanelGrid single(int64_t K, int64_t M) {
+        PanelGrid grid(K, M);
+        for (int64_t j = 0; j < M; ++j) grid.of_set_.push_back({0, j, 1, 1, PanelPlace::single});
+        grid.width = 1;
+        return grid;
+    }
+
     // `kinds` are those of the panels of one set.
     template <typename T>
-    PanelGrid(int64_t K, int64_t M, const Kernels<T>& kernel, const std::vector<int>& kinds) : K(K), M(M) {
+    PanelGrid(int64_t K, int64_t M, const Kernels<T>& kernel, const std::vector<int>& kinds) : PanelGrid(K, M) {
         for (int64_t first = 0; const int kind : kinds) {
             const int64_t own = kernel.panels[kind].width;
             of_set_.push_back({0, first, std::min(own, M - first), own, kind});
@@ -47,6 +59,8 @@ class PanelGrid {
     }
 
  private:
+    PanelGrid(int64_t K, int64_t M) : K(K), M(M) {}
+
     std::vector<PanelPlace> of_set_;
 };
 
@@ -98,6 +112,10 @@ int64_t odd_lines(int64_t columns) {
     return (ceil_div(columns, line) | 1) * line;
 }
 
+// The most bytes between two rows of X that loops read in place. A column of a tile must not fill its sets of the
+// cache.
+constexpr int64_t max_direct_stride = 2048;
+
 // Tiles of the rows of X. With a bias, a 1 follows each row. A tile is the memory of X itself if the products can read
 // it there, and a copy otherwise.
 template <typename T>
@@ -127,7 +145,6 @@ class RowTiles {
     }
 
  private:
-    static constexpr int64_t max_direct_stride = 2048;
     Matrix<T> X_;
     bool bias_, direct_;
     int64_t stride_;

@@ -47,7 +47,8 @@ struct RoundedLayer {
         Scratch& scratch = Scratch::of_thread();
         const int64_t size = sums.panel_size(), block = place.count * size, width = panels.width;
         const int64_t own = sums.has_partials() ? 0 : block, row_pairs = ceil_div(rows_per_tile, 2);
-        const int64_t x_size = is_direct() ? 0 : rows_per_tile * 2 * pairs;
+        const int64_t x_stride = is_direct() ? X.row_stride : odd_lines<uint16_t>(2 * pairs);
+        const int64_t x_size = is_direct() ? 0 : rows_per_tile * x_stride;
         scratch.reset(Scratch::bytes_for<uint32_t>(place.count * pairs * width) + Scratch::bytes_for<float>(own) +
                       Scratch::bytes_for<float>(place.count * width) + Scratch::bytes_for<uint32_t>(row_pairs * width) +
                       Scratch::bytes_for<uint32_t>(row_pairs * sums.depth) + Scratch::bytes_for<uint16_t>(x_size) +
@@ -66,13 +67,8 @@ struct RoundedLayer {
         float* total = sums.start(place, own_sums);
         for (int64_t row = begin; row < end; row += rows_per_tile) {
             const int64_t rows = std::min(rows_per_tile, end - row);
-            const uint16_t* x = X.at(row, 0);
-            int64_t x_stride = X.row_stride;
-            if (!is_direct()) {
-                copy_rows(row, rows, x_copy);
-                x = x_copy;
-                x_stride = 2 * pairs;
-            }
+            if (!is_direct()) copy_rows(row, rows, x_copy, x_stride);
+            const uint16_t* x = is_direct() ? X.at(row, 0) : x_copy;
             kernel.pair_rows(x, x_stride, rows, depth, x_pairs, sums.depth);
             for (int64_t i = 0; bias && i < row_pairs; ++i) x_pairs[i * sums.depth + depth] = two_ones;
             for (int64_t p = 0; p < place.count; ++p) {
@@ -108,15 +104,15 @@ struct RoundedLayer {
         const int64_t M = V.size(-2), most = wide.panels[0].width, left = M % most;
         std::vector<int> kinds(M / most, 0);
         if (left) kinds.push_back(left <= wide.panels[1].width ? 1 : 0);
-        return PanelGrid(V.dim() == 3 ? V.size(0) : 1, M, wide, kinds);
+        return PanelGrid(sets_of(V), M, wide, kinds);
     }
 
     // Rows of odd length have no last pair.
-    bool is_direct() const { return X.column_stride == 1 && depth % 2 == 0; }
+    bool is_direct() const { return X.column_stride == 1 && depth % 2 == 0 && 2 * X.row_stride <= max_direct_stride; }
 
-    void copy_rows(int64_t row, int64_t rows, uint16_t* to) const {
-        X.copy(row, rows, 0, depth, to, 2 * pairs);
-        for (int64_t i = 0; depth % 2 && i < rows; ++i) to[i * 2 * pairs + depth] = 0;
+    void copy_rows(int64_t row, int64_t rows, uint16_t* to, int64_t stride) const {
+        X.copy(row, rows, 0, depth, to, stride);
+        for (int64_t i = 0; depth % 2 && i < rows; ++i) to[i * stride + depth] = 0;
     }
 
     void pack(const PanelPlace& place, uint32_t* panel, float* offset) const {

@@ -27,10 +27,17 @@ struct Layer {
           X(Matrix<T>(x), false),
           C(c),
           V(v),
-          sums(v, result, choose_panels(kernel, v)),
+          sums(v, result, panels_of(kernel, v, x.size(1))),
           depth(X.depth()),
           bias(bias),
           rows_per_tile(rows_of_tile<T>(depth)) {}
+
+    static PanelGrid panels_of(const Kernels<T>& kernel, const Tensor& V, int64_t depth) {
+        // Measured: with more filters than these, even a panel that is half empty is faster.
+        const int64_t M = V.size(-2), most = depth >= 64 ? 4 : 2;
+        if (M <= most && depth >= kernel.lanes) return PanelGrid::single(sets_of(V), M);
+        return choose_panels(kernel, V);
+    }
 
     double flops() const { return 4. * C.rows * sums.depth * sums.panels.K * sums.panels.M; }
     int64_t most_slices() const { return C.rows / (2 * rows_per_tile); }
@@ -60,17 +67,23 @@ struct Layer {
             const T* x = X.get(row, rows, x_copy);
             for (int64_t p = 0; p < place.count; ++p) {
                 const PanelPlace panel = panels[place.first + p];
-                const PanelLoops<T>& loops = kernel.panels[panel.kind];
                 const T* v = vectors + p * size;
                 T* sum = total + p * size;
+                // The last row of a panel belongs to the bias: each row of X would end with a 1.
+                const int64_t last = depth * panel.width;
+                const T* start = bias ? v + last : nullptr;
+                if (panel.kind == PanelPlace::single) {
+                    const CoefficientTile<T> c(C, row, rows, panel, c_copy);
+                    kernel.turn_filter(x, X.stride(), rows, depth, v, start, c.data, c.stride, sum);
+                    continue;
+                }
+                const PanelLoops<T>& loops = kernel.panels[panel.kind];
                 CoefficientTile<T> c(C, row, rows, panel, c_copy);
                 if (C.is_direct()) {
                     c.ahead = p + 1 < place.count ? C.at(row, panel.first + panel.width)
                                                   : C.at(row + rows, panels[place.first].first);
                 }
-                // The last row of a panel belongs to the bias: each row of X would end with a 1.
-                const int64_t last = depth * panel.width;
-                loops.project(x, X.stride(), rows, depth, v, bias ? v + last : nullptr, c, product);
+                loops.project(x, X.stride(), rows, depth, v, start, c, product);
                 const T* ahead = p + 1 < place.count ? nullptr : X.ahead(row + rows);
                 loops.accumulate(x, X.stride(), rows, depth, product, ahead, sum);
                 if (bias) loops.add_rows(rows, product, sum + last);

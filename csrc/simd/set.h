@@ -24,6 +24,7 @@ namespace s3d::S3D_ISA {
 
 #include "simd/vector.h"
 #include "simd/panel.h"
+#include "simd/filter.h"
 #include "simd/elementwise.h"
 #include "simd/exchange.h"
 #include "simd/stencil.h"
@@ -37,6 +38,7 @@ constexpr Kernels<T> table() {
     return {
         .lanes = lanes<T>,
         .panels = {WidePanels<T>::loops(), NarrowPanels<T>::loops(), half},
+        .turn_filter = Filter<T>::turn,
         .stencil = Stencil<T>::line,
         .shifted_dots = Stencil<T>::shifted_dots,
         .window_norms = Stencil<T>::window_norms,

@@ -50,7 +50,8 @@ def test_every_layout_where_panels_are_not_full(isa: str, layout: str) -> None:
 def test_a_filter_has_the_same_bits_in_every_panel(isa: str) -> None:
     given = rows_of(RowsCase(97, 27, MOST, torch.float32, bias=True))
     whole = CPU.splitting_matvec(**given)
-    for M in range(1, MOST):
+    # One or two filters are no panel.
+    for M in range(3, MOST):
         some = CPU.splitting_matvec(**{**given, "C": given["C"][:, :M], "V": given["V"][:M]})
         assert torch.equal(some, whole[:M]), M
 
