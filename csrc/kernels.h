@@ -126,7 +126,8 @@ constexpr int fma_chains = 12;
 
 template <typename T>
 struct Kernels {
-    int lanes;  // entries per vector
+    int lanes;      // entries per vector
+    bool emulated;  // whether the loops stand for those of another set, in tests
 
     // Widest first.
     std::array<PanelLoops<T>, 3> panels;

@@ -7,4 +7,5 @@
 #define S3D_NARROW_ROWS 10
 #define S3D_HALF_VECTORS 1
 #define S3D_HALF_LANES 16
+#define S3D_EMULATED 0
 #include "simd/set.h"

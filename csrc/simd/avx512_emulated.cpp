@@ -9,4 +9,5 @@
 #define S3D_NARROW_ROWS 10
 #define S3D_HALF_VECTORS 1
 #define S3D_HALF_LANES 8
+#define S3D_EMULATED 1
 #include "simd/set.h"

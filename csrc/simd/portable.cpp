@@ -6,4 +6,5 @@
 #define S3D_NARROW_ROWS 8
 #define S3D_HALF_VECTORS 0
 #define S3D_HALF_LANES 0
+#define S3D_EMULATED 0
 #include "simd/set.h"

@@ -37,6 +37,7 @@ constexpr Kernels<T> table() {
 #endif
     return {
         .lanes = lanes<T>,
+        .emulated = S3D_EMULATED,
         .panels = {WidePanels<T>::loops(), NarrowPanels<T>::loops(), half},
         .turn_filter = Filter<T>::turn,
         .stencil = Stencil<T>::line,

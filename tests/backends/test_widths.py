@@ -144,6 +144,17 @@ def test_an_instruction_set_is_chosen_by_name() -> None:
     extension.use_isa(before)
 
 
+def test_panels_hold_all_filters_and_little_else(isa: str) -> None:
+    widest = _C.panel_widths(1000)[0]
+    for M in range(1, 3 * widest):
+        widths = _C.panel_widths(M)
+        assert widths == sorted(widths, reverse=True)
+        assert sum(widths) >= M > sum(widths[:-1])
+    # No panel is mostly empty.
+    assert _C.panel_widths(widest // 2) == [widest // 2]
+    assert _C.panel_widths(widest + widest // 2) == [widest, widest // 2]
+
+
 def test_the_limits_of_the_processor_are_positive() -> None:
     peaks = [_C.fma_peak(name) for name in _C.available_isas()]
     assert min(peaks) > 1e8
