@@ -8,6 +8,7 @@ relative to plain PyTorch, and the fraction of the peak of multiply-adds. A cell
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,26 +24,25 @@ WIDTHS = (8, 12, 16, 24, 27, 32, 40, 48, 64, 96, 128, 256, 512)
 FRACTIONS = {16: 0.5, 64: 0.7, 128: 0.85}
 
 
-def shortest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Return the shortest processor time of every call; they take turns for this time, at least three each."""
-    best = [float("inf")] * len(calls)
+def medians(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Return the median processor time of every call; they take turns for this time, at least three each."""
+    times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()
-    rounds, end = 0, time.perf_counter() + seconds
-    while rounds < 3 or time.perf_counter() < end:
-        for place, call in enumerate(calls):
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 3 or time.perf_counter() < end:
+        for own, call in zip(times, calls, strict=True):
             start = time.process_time()
             call()
-            best[place] = min(best[place], time.process_time() - start)
-        rounds += 1
-    return best
+            own.append(time.process_time() - start)
+    return [statistics.median(own) for own in times]
 
 
 def measure(D: int, M: int, peak: float, seconds: float) -> tuple[float, float, float]:
     """Return the speed relative to PyTorch, the fraction of the peak, and the fraction that is wanted."""
     assert extension.module is not None
     X, C, V = torch.randn(N, D), torch.randn(N, M), torch.randn(M, D)
-    ours, theirs = shortest(
+    ours, theirs = medians(
         [
             lambda: torch.ops.s3d_fast.splitting_matvec(X, C, V, False),
             lambda: reference.splitting_matvec(X, C, V),

@@ -16,14 +16,14 @@ volatile float result;
 double fma_peak(const std::string& isa) {
     const Kernels<float>& kernel = find_isa(isa).f32;
     constexpr int64_t count = 1 << 15;
-    const double seconds = shortest_time(15, [&] { result = kernel.wide().multiply_adds(count, 0.5f, 1.f); });
+    const double seconds = median_time<25>([&] { result = kernel.wide().multiply_adds(count, 0.5f, 1.f); });
     return 2. * count * fma_chains * kernel.lanes / seconds;
 }
 
 double read_bandwidth(int64_t bytes) {
     const std::vector<float> memory(std::max<int64_t>(bytes / sizeof(float), 1), 1.f);
     const int64_t count = memory.size();
-    const double seconds = shortest_time(7, [&] { result = isa().f32.dot(memory.data(), memory.data(), count); });
+    const double seconds = median_time<7>([&] { result = isa().f32.dot(memory.data(), memory.data(), count); });
     return static_cast<double>(count * sizeof(float)) / seconds;
 }
 

@@ -29,7 +29,7 @@ std::vector<int> cheapest_kinds(const Kernels<T>& kernel) {
         volatile T result;
         // Tests of an emulated set shall meet the panels of the real one.
         const double seconds =
-            kernel.emulated ? 1 : shortest_time(7, [&] { result = loops.multiply_adds(1 << 12, T(0.5), T(1)); });
+            kernel.emulated ? 1 : median_time<7>([&] { result = loops.multiply_adds(1 << 12, T(0.5), T(1)); });
         if (cost_of_kind.empty()) unit = seconds;
         cost_of_kind.push_back(seconds * loops.vectors * (loops.vectors == 1 ? cost_of_narrow : 1) +
                                unit * (cost_of_panel + cost_of_column * loops.width));

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <ctime>
-#include <limits>
 #include <string>
 
 namespace s3d {
@@ -16,16 +16,17 @@ inline double thread_seconds() {
     return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Returns the shortest time of several calls.
-template <typename Call>
-double shortest_time(int calls, const Call& call) {
-    double best = std::numeric_limits<double>::infinity();
-    for (int i = 0; i < calls; ++i) {
+// Returns the median time of an odd number of calls. The clocks of virtual machines err in both directions.
+template <int calls, typename Call>
+double median_time(const Call& call) {
+    std::array<double, calls> times;
+    for (double& time : times) {
         const double start = thread_seconds();
         call();
-        best = std::min(best, thread_seconds() - start);
+        time = thread_seconds() - start;
     }
-    return best;
+    std::sort(times.begin(), times.end());
+    return times[calls / 2];
 }
 
 // Returns the float32 operations per second that multiply-adds of an instruction set reach in registers. Throws
