@@ -46,7 +46,7 @@ asan: $(READY) ## Run the tests of the extension under AddressSanitizer and Unde
 	cp -r tests pyproject.toml $(ASAN)/lib/
 	cd $(ASAN)/lib && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(CURDIR)/$(BIN)/python -m pytest -q -k 'not triton' \
-		tests/backends/test_extension*.py tests/backends/test_agreement*.py
+		tests/backends/test_extension*.py tests/backends/test_agreement*.py tests/backends/test_widths.py
 
 # Types are checked across the frontier to the kernels, laid out as they are installed.
 TYPES := build/types

@@ -45,7 +45,7 @@ class DepthwiseLayer {
     LayerSums<T> sums;
 
     DepthwiseLayer(const LayerTensors& layer, const Tensor& result)
-        : sums(layer.V, result, kernels<T>().width),
+        : sums(layer.V, result, PanelGrid::wide(sets_of(layer.V), layer.V.size(-2), kernels<T>())),
           kernel_(kernels<T>()),
           X_(Matrix<T>(layer.X), layer.bias),
           V_(layer.V),
@@ -86,7 +86,7 @@ class DepthwiseLayer {
         Workspace work(*this, block, own);
 
         for (int64_t p = 0; p < place.count; ++p) {
-            V_.pack(sums.panels[place.first + p], 0, depth_, width, work.vectors + p * size);
+            V_.pack(sums.panels[place.first + p], 0, depth_, work.vectors + p * size);
         }
         T* total = sums.start(place, work.own_sums);
         const int64_t groups = most_slices();
@@ -160,7 +160,7 @@ class DepthwiseLayer {
         for (int64_t row = 0; row < rows; row += rows_per_tile_) {
             const int64_t some = std::min(rows_per_tile_, rows - row);
             const T* x = X_.get(begin + row, some, work.x_copy);
-            kernel_.project(x, X_.stride(), some, depth_, vectors, nullptr, 0, work.maps[0] + row * work.width);
+            kernel_.wide().project(x, X_.stride(), some, depth_, vectors, nullptr, {}, work.maps[0] + row * work.width);
         }
     }
 
@@ -170,7 +170,7 @@ class DepthwiseLayer {
         for (int64_t row = 0; row < rows; row += rows_per_tile_) {
             const int64_t some = std::min(rows_per_tile_, rows - row);
             const T* x = X_.get(begin + row, some, work.x_copy);
-            kernel_.accumulate(x, X_.stride(), some, depth_, work.maps[0] + row * work.width, total);
+            kernel_.wide().accumulate(x, X_.stride(), some, depth_, work.maps[0] + row * work.width, nullptr, total);
         }
     }
 
@@ -184,17 +184,17 @@ class DepthwiseLayer {
             // scaled = d r, then r of the next map, and at the last one y = C r.
             lines(stage, [&](int64_t line) {
                 const int64_t row = image * map_size(stage) + line * widths_[stage], at = line * widths_[stage] * width;
-                const CoefficientTile<T> d(d_[stage], row, widths_[stage], panel, width, work.copies[0]);
-                kernel_.combine(widths_[stage], d.data, d.stride, map(stage) + at, nullptr, 0, nullptr,
-                                work.scaled + at);
+                const CoefficientTile<T> d(d_[stage], row, widths_[stage], panel, work.copies[0]);
+                kernel_.wide().combine(widths_[stage], d.data, d.stride, map(stage) + at, nullptr, 0, nullptr,
+                                       work.scaled + at);
             });
             lines(stage + 1, [&](int64_t line) {
                 T* to = map(stage + 1) + line * widths_[stage + 1] * width;
                 stencil(taps.rows, taps.runs, line, work.scaled, stage, widths_[stage], work, to, widths_[stage + 1]);
                 if (stage + 1 < n) return;
                 const int64_t row = image * map_size(n) + line * widths_[n];
-                const CoefficientTile<T> c(C_[n], row, widths_[n], panel, width, work.copies[0]);
-                kernel_.combine(widths_[n], c.data, c.stride, to, nullptr, 0, nullptr, to);
+                const CoefficientTile<T> c(C_[n], row, widths_[n], panel, work.copies[0]);
+                kernel_.wide().combine(widths_[n], c.data, c.stride, to, nullptr, 0, nullptr, to);
             });
             ++stage;
         }
@@ -206,9 +206,9 @@ class DepthwiseLayer {
                         work.line, widths_[stage]);
                 const int64_t row = image * map_size(stage) + line * widths_[stage];
                 T* own = map(stage) + line * widths_[stage] * width;
-                const CoefficientTile<T> c(C_[stage], row, widths_[stage], panel, width, work.copies[0]);
-                const CoefficientTile<T> d(d_[stage], row, widths_[stage], panel, width, work.copies[1]);
-                kernel_.combine(widths_[stage], c.data, c.stride, own, d.data, d.stride, work.line, own);
+                const CoefficientTile<T> c(C_[stage], row, widths_[stage], panel, work.copies[0]);
+                const CoefficientTile<T> d(d_[stage], row, widths_[stage], panel, work.copies[1]);
+                kernel_.wide().combine(widths_[stage], c.data, c.stride, own, d.data, d.stride, work.line, own);
             });
         }
     }

@@ -41,7 +41,7 @@ class EdgeConvProduct {
           clouds_(X.size(0)),
           points_(X.size(1)),
           features_(X.size(2)),
-          panels_(V.dim() == 3 ? V.size(0) : 1, V.size(-2), kernel_.width),
+          panels_(PanelGrid::wide(sets_of(V), V.size(-2), kernel_)),
           sums_size_((2 * features_ + 1) * panels_.width),
           slices_(std::clamp<int64_t>(ceil_div(thread_count() * tasks_per_thread, panels_.size()), 1, clouds_)),
           partials_(new T[slices_ * panels_.size() * sums_size_]) {
@@ -80,7 +80,7 @@ class EdgeConvProduct {
         Scratch& scratch = Scratch::of_thread();
         scratch.reset(2 * Scratch::bytes_for<T>(features_ * width) + 2 * Scratch::bytes_for<T>(points_ * width) +
                       5 * Scratch::bytes_for<T>(tile) + Scratch::bytes_for<T>(any_cloud.scratch(tile_rows)) +
-                      Scratch::bytes_for<T>(tile_rows) + Scratch::bytes_for<T>(width));
+                      Scratch::bytes_for<T>(width));
         T* a = scratch.take<T>(features_ * width);
         T* b_less_a = scratch.take<T>(features_ * width);
         T* projected = scratch.take<T>(points_ * width);  // a.x of all points
@@ -89,12 +89,10 @@ class EdgeConvProduct {
         T* c_copy = scratch.take<T>(tile);
         T* tie_copies[3] = {scratch.take<T>(tile), scratch.take<T>(tile), scratch.take<T>(tile)};
         T* x_copy = scratch.take<T>(any_cloud.scratch(tile_rows));
-        T* ones = scratch.take<T>(tile_rows);
         T* offset = scratch.take<T>(width);
-        std::fill(ones, ones + tile_rows, T(1));
 
-        V_.pack(place, 0, features_, width, a);
-        V_.pack(place, features_, features_, width, b_less_a);
+        V_.pack(place, 0, features_, a);
+        V_.pack(place, features_, features_, b_less_a);
         for (int64_t i = 0; i < features_ * width; ++i) b_less_a[i] -= a[i];
         std::fill(offset, offset + width, T(0));
         for (int64_t j = 0; bias_ && j < place.count; ++j) offset[j] = V_.get(place, j, 2 * features_);
@@ -112,27 +110,27 @@ class EdgeConvProduct {
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
                 const T* x = X.get(row, rows, x_copy);
-                kernel_.project(x, X.stride(), rows, features_, a, nullptr, 0, projected + row * width);
+                kernel_.wide().project(x, X.stride(), rows, features_, a, nullptr, {}, projected + row * width);
             }
             std::memset(received, 0, points_ * width * sizeof(T));
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
                 const T* x = X.get(row, rows, x_copy);
-                kernel_.project(x, X.stride(), rows, features_, b_less_a, nullptr, 0, t);
-                const CoefficientTile<T> c(C, row, rows, place, width, c_copy);
+                kernel_.wide().project(x, X.stride(), rows, features_, b_less_a, nullptr, {}, t);
+                const CoefficientTile<T> c(C, row, rows, place, c_copy);
                 const Ties<T> ties = ties_of(cloud, row, rows, place, tie_copies);
                 if (!kernel_.exchange(winner + row * winner_strides_[1], winner_strides_[1], row, rows, points_,
                                       place.count, c.data, c.stride, runner_ ? &ties : nullptr, offset, projected,
                                       received, t)) {
                     return false;
                 }
-                kernel_.accumulate(x, X.stride(), rows, features_, t, sums_b);
-                if (bias_) kernel_.accumulate(ones, 1, rows, 1, t, sums_bias);
+                kernel_.wide().accumulate(x, X.stride(), rows, features_, t, nullptr, sums_b);
+                if (bias_) kernel_.wide().add_rows(rows, t, sums_bias);
             }
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
-                kernel_.accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width,
-                                   sums_a);
+                kernel_.wide().accumulate(X.get(row, rows, x_copy), X.stride(), rows, features_, received + row * width,
+                                          nullptr, sums_a);
             }
         }
         return true;
@@ -147,7 +145,7 @@ class EdgeConvProduct {
         int64_t* strides[] = {&ties.k_stride, &ties.d1_stride, &ties.d2_stride};
         for (size_t i = 0; i < tie_coefficients_.size(); ++i) {
             const Matrix<T> own = tie_coefficients_[i].shifted(cloud * tie_strides_[i]);
-            const CoefficientTile<T> tile(own, row, rows, place, panels_.width, copies[i]);
+            const CoefficientTile<T> tile(own, row, rows, place, copies[i]);
             *data[i] = tile.data;
             *strides[i] = tile.stride;
         }

@@ -7,6 +7,7 @@
 #include "checks.h"
 #include "dtype.h"
 #include "layers.h"
+#include "panel_choice.h"
 
 namespace s3d {
 namespace {
@@ -19,22 +20,25 @@ struct GatedLayer {
     bool has_c22;
     Vectors<T> V;
     LayerSums<T> sums;
-    int64_t depth, rows_per_tile;  // depth: of one half
+    int64_t depth;  // of one half, without the bias
+    bool bias;
+    int64_t rows_per_tile;
 
     GatedLayer(const Tensor& x, const Tensor& first, const Tensor& mixed, const OptionalTensor& second, const Tensor& v,
                bool bias, const Tensor& result)
         : kernel(kernels<T>()),
-          X(Matrix<T>(x), bias),
+          X(Matrix<T>(x), false),
           c11(first),
           c12(mixed),
           c22(second ? *second : mixed),
           has_c22(second.has_value()),
           V(v),
-          sums(v, result, kernel.width),
+          sums(v, result, choose_panels(kernel, v)),
           depth(X.depth()),
+          bias(bias),
           rows_per_tile(rows_of_tile<T>(depth)) {}
 
-    double flops() const { return 8. * c11.rows * depth * sums.panels.size() * sums.panels.width; }
+    double flops() const { return 4. * c11.rows * sums.depth * sums.panels.K * sums.panels.M; }
     int64_t most_slices() const { return c11.rows / (2 * rows_per_tile); }
 
     void run(int64_t task) const {
@@ -43,7 +47,7 @@ struct GatedLayer {
         const int64_t begin = sums.begin(place.slice, c11.rows), end = sums.begin(place.slice + 1, c11.rows);
 
         Scratch& scratch = Scratch::of_thread();
-        const int64_t size = sums.panel_size(), half = size / 2, block = place.count * size;
+        const int64_t size = sums.panel_size(), block = place.count * size;
         const int64_t own = sums.has_partials() ? 0 : block, tile = rows_per_tile * panels.width;
         scratch.reset(Scratch::bytes_for<T>(block) + Scratch::bytes_for<T>(own) + 6 * Scratch::bytes_for<T>(tile) +
                       Scratch::bytes_for<T>(X.scratch(rows_per_tile)));
@@ -56,7 +60,7 @@ struct GatedLayer {
         T* x_copy = scratch.take<T>(X.scratch(rows_per_tile));
 
         for (int64_t i = 0; i < place.count; ++i) {
-            V.pack(panels[place.first + i], 0, sums.depth, panels.width, vectors + i * size);
+            V.pack(panels[place.first + i], 0, sums.depth, vectors + i * size);
         }
         T* total = sums.start(place, own_sums);
         for (int64_t row = begin; row < end; row += rows_per_tile) {
@@ -64,20 +68,28 @@ struct GatedLayer {
             const T* x = X.get(row, rows, x_copy);
             for (int64_t i = 0; i < place.count; ++i) {
                 const PanelPlace panel = panels[place.first + i];
+                const PanelLoops<T>& loops = kernel.panels[panel.kind];
                 const T* v = vectors + i * size;
-                kernel.project(x, X.stride(), rows, depth, v, nullptr, 0, p);
-                kernel.project(x, X.stride(), rows, depth, v + half, nullptr, 0, q);
-                const CoefficientTile<T> a(c11, row, rows, panel, panels.width, copies[0]);
-                const CoefficientTile<T> b(c12, row, rows, panel, panels.width, copies[1]);
-                kernel.combine(rows, a.data, a.stride, p, b.data, b.stride, q, upper);
+                // The last row of each half belongs to the bias: each row of X would end with a 1.
+                const int64_t last = depth * panel.width, half = last + bias * panel.width;
+                loops.project(x, X.stride(), rows, depth, v, bias ? v + last : nullptr, {}, p);
+                loops.project(x, X.stride(), rows, depth, v + half, bias ? v + half + last : nullptr, {}, q);
+                const CoefficientTile<T> a(c11, row, rows, panel, copies[0]);
+                const CoefficientTile<T> b(c12, row, rows, panel, copies[1]);
+                loops.combine(rows, a.data, a.stride, p, b.data, b.stride, q, upper);
                 if (has_c22) {
-                    const CoefficientTile<T> c(c22, row, rows, panel, panels.width, copies[2]);
-                    kernel.combine(rows, b.data, b.stride, p, c.data, c.stride, q, q);
+                    const CoefficientTile<T> c(c22, row, rows, panel, copies[2]);
+                    loops.combine(rows, b.data, b.stride, p, c.data, c.stride, q, q);
                 } else {
-                    kernel.combine(rows, b.data, b.stride, p, nullptr, 0, nullptr, q);
+                    loops.combine(rows, b.data, b.stride, p, nullptr, 0, nullptr, q);
                 }
-                kernel.accumulate(x, X.stride(), rows, depth, upper, total + i * size);
-                kernel.accumulate(x, X.stride(), rows, depth, q, total + i * size + half);
+                T* sum = total + i * size;
+                loops.accumulate(x, X.stride(), rows, depth, upper, nullptr, sum);
+                loops.accumulate(x, X.stride(), rows, depth, q, nullptr, sum + half);
+                if (bias) {
+                    loops.add_rows(rows, upper, sum + last);
+                    loops.add_rows(rows, q, sum + half + last);
+                }
             }
         }
         sums.finish(place, total);

@@ -20,6 +20,9 @@ extern const InstructionSet instruction_set;
 namespace avx512_emulated {
 extern const InstructionSet instruction_set;
 }
+namespace avx512_bf16 {
+extern const PairKernels kernels;
+}
 #endif
 
 namespace {
@@ -48,13 +51,6 @@ std::vector<Candidate> candidates() {
     return found;
 }
 
-const InstructionSet* find(const std::string& name) {
-    for (const Candidate& candidate : candidates()) {
-        if (candidate.available && name == candidate.set->name) return candidate.set;
-    }
-    return nullptr;
-}
-
 const InstructionSet* best() {
     for (const Candidate& candidate : candidates()) {
         if (candidate.available) return candidate.set;
@@ -71,6 +67,14 @@ std::atomic<const InstructionSet*>& in_use() {
 
 const InstructionSet& isa() { return *in_use().load(std::memory_order_relaxed); }
 
+const PairKernels* pair_kernels() {
+#if defined(__x86_64__)
+    static const bool available = __builtin_cpu_supports("avx512bf16");
+    if (available && &isa() == &avx512::instruction_set) return &avx512_bf16::kernels;
+#endif
+    return nullptr;
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const Candidate& candidate : candidates()) {
@@ -85,14 +89,15 @@ std::vector<std::string> compiled_isas() {
     return names;
 }
 
-void use_isa(const std::string& name) {
-    const InstructionSet* set = find(name);
-    if (!set) {
-        std::string message = "isa must be one that this processor has:";
-        for (const std::string& available : available_isas()) message += " " + available;
-        throw std::invalid_argument(message + "; got " + name);
+const InstructionSet& find_isa(const std::string& name) {
+    for (const Candidate& candidate : candidates()) {
+        if (candidate.available && name == candidate.set->name) return *candidate.set;
     }
-    in_use().store(set);
+    std::string message = "isa must be one that this processor has:";
+    for (const std::string& available : available_isas()) message += " " + available;
+    throw std::invalid_argument(message + "; got " + name);
 }
+
+void use_isa(const std::string& name) { in_use().store(name == "auto" ? best() : &find_isa(name)); }
 
 }  // namespace s3d

@@ -4,6 +4,7 @@
 // products use whole panels, so the loops need no special case for the last filters.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -86,29 +87,61 @@ struct Windows {
     const int64_t* gram_place;
 };
 
+// Coefficients of some rows and the filters of a panel: entry (n, j) is at data[n * stride + j]. If `data` is null, all
+// are 1. The loop that reads them prefetches what is read next, as many rows and columns from `ahead`, unless it is
+// null.
 template <typename T>
-struct Kernels {
-    int width;  // filters per panel
-    int lanes;  // entries per vector
+struct Coefficients {
+    const T* data = nullptr;
+    int64_t stride = 0;
+    const T* ahead = nullptr;
+};
 
-    // U[n, :] = C[n, :] * sum_d X[n, d] V[d, :]. If C is null, the factor C[n, :] is 1.
-    // X is (rows, depth) with row stride x_stride. V is a panel of `depth` rows. C has row stride c_stride. U is a
-    // panel of `rows` rows.
-    void (*project)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* V, const T* C, int64_t c_stride,
-                    T* U);
+// The loops over panels of one width.
+template <typename T>
+struct PanelLoops {
+    int width;    // filters per panel; 0 if the set has no such panel
+    int vectors;  // vectors per row of a panel
 
-    // out[d, :] += sum_n X[n, d] U[n, :].
-    void (*accumulate)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, T* out);
+    // Computes s = x s + y `count` times for each of `fma_chains` vectors, to measure what a multiply-add takes.
+    T (*multiply_adds)(int64_t count, T x, T y);
+
+    // U[n, :] = C[n, :] * (start[:] + sum_d X[n, d] V[d, :]). If start is null, it is 0.
+    // X is (rows, depth) with row stride x_stride. V is a panel of `depth` rows. U is a panel of `rows` rows.
+    void (*project)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* V, const T* start,
+                    const Coefficients<T>& C, T* U);
+
+    // out[d, :] += sum_n X[n, d] U[n, :]. Prefetches as many rows from `ahead`, unless it is null.
+    void (*accumulate)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* U, const T* ahead, T* out);
+
+    // out[:] += sum_n U[n, :].
+    void (*add_rows)(int64_t rows, const T* U, T* out);
 
     // out[n, :] = A[n, :] * r[n, :] + B[n, :] * s[n, :]. If B is null, the second term is absent.
     // A and B have the row strides a_stride and b_stride. r, s and out are panels of `rows` rows; out may be r or s.
     void (*combine)(int64_t rows, const T* A, int64_t a_stride, const T* r, const T* B, int64_t b_stride, const T* s,
                     T* out);
+};
+constexpr int fma_chains = 12;
+
+template <typename T>
+struct Kernels {
+    int lanes;      // entries per vector
+    bool emulated;  // whether the loops stand for those of another set, in tests
+
+    // Widest first.
+    std::array<PanelLoops<T>, 3> panels;
+    const PanelLoops<T>& wide() const { return panels[0]; }
+
+    // For one filter, with u[n] = c[n] (start + X[n, :] . v), out[:] += sum_n u[n] X[n, :] and out[depth] += sum_n
+    // u[n]. If start is null, it is 0, and out has no entry [depth]. `depth` is at least `lanes`.
+    void (*turn_filter)(const T* X, int64_t x_stride, int64_t rows, int64_t depth, const T* v, const T* start,
+                        const T* c, int64_t c_stride, T* out);
 
     // One line of a depthwise convolution. For each place i of the run, with o = run.first + i * run.step,
     //     out[o, :] = sum over r < rows and c < run.taps of weight[row_tap[r] * kernel_columns + run.tap[c], :]
     //                 * in[row_place[r] * in_columns + run.place[c] + i * run.advance, :].
-    // in, weight and out are panels.
+    // in, weight and out are panels of the largest width.
     void (*stencil)(const TapRun& run, const int64_t* row_tap, const int64_t* row_place, int64_t rows, const T* in,
                     int64_t in_columns, const T* weight, int64_t kernel_columns, T* out);
 
@@ -128,8 +161,8 @@ struct Kernels {
     // With ties, r = runner[n, :] and tau = K[n, :] * (d1[n, :] * u - d2[n, :] * u'), where u' has r in place of w; in
     // addition, received[w, :] += d1 * tau, received[r, :] -= d2 * tau, and t[n, :] += (d1 - d2) * tau before it is
     // subtracted. If d1 and d2 are null, both are 1.
-    // t, projected and received are panels, and the first `count` columns are filters. The loop stops and returns false
-    // if a winner or a runner-up is not in [0, points).
+    // t, projected and received are panels of the largest width, and the first `count` columns are filters. The loop
+    // stops and returns false if a winner or a runner-up is not in [0, points).
     bool (*exchange)(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
                      int64_t count, const T* C, int64_t c_stride, const Ties<T>* ties, const T* offset,
                      const T* projected, T* received, T* t);
@@ -171,6 +204,29 @@ struct Widen {
     void (*float16)(const uint16_t* from, int64_t count, float* to);
 };
 
+// The loops over panels of one width in bfloat16, with float32 sums. Numbers come in pairs, the first in the lower
+// half: a pair takes the place of a number in the panels V and U.
+struct PairLoops {
+    int width;
+
+    // Pair p of U, (ceil(rows / 2), width), is rows 2 p and 2 p + 1 of C[n, :] * (start[:] + sum_k X[n, k] . V[k, :]),
+    // or one row and zero. X has `pairs` pairs per row, and C has `count` columns. If start is null, it is 0.
+    void (*project)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t pairs, const uint32_t* V,
+                    const float* start, const Coefficients<uint16_t>& C, int64_t count, uint32_t* U);
+
+    // out[d, :] += sum_p X[p, d] . U[p, :].
+    void (*accumulate)(const uint32_t* X, int64_t x_stride, int64_t pairs, int64_t depth, const uint32_t* U,
+                       float* out);
+};
+
+struct PairKernels {
+    std::array<PairLoops, 2> panels;  // as wide as those of Kernels<float>
+
+    // to[p, d] = entries (2 p, d) and (2 p + 1, d) of X, or one entry and zero.
+    void (*pair_rows)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t depth, uint32_t* to,
+                      int64_t to_stride);
+};
+
 struct InstructionSet {
     const char* name;
     Kernels<float> f32;
@@ -181,15 +237,21 @@ struct InstructionSet {
 // Returns the set in use: the best set that this processor has, unless `use_isa` chose another.
 const InstructionSet& isa();
 
+// Returns a set by name. Throws std::invalid_argument if this processor cannot run it.
+const InstructionSet& find_isa(const std::string& name);
+
 // Returns the names of the compiled sets that this processor can run, best first.
 std::vector<std::string> available_isas();
 
 // Returns the names of all compiled sets, best first.
 std::vector<std::string> compiled_isas();
 
-// Chooses a set by name, for tests and comparisons. Running operators finish with the set that they began with. Throws
-// std::invalid_argument if this processor cannot run the set.
+// Chooses a set by name, or the best one with "auto". Running operators finish with the set that they began with.
+// Throws std::invalid_argument if this processor cannot run the set.
 void use_isa(const std::string& name);
+
+// Returns the loops in bfloat16 that belong to the set in use; null if there are none, or if this processor lacks them.
+const PairKernels* pair_kernels();
 
 template <typename T>
 const Kernels<T>& kernels() {

@@ -30,15 +30,14 @@ struct TaskPlace {
 template <typename T>
 class LayerSums {
  public:
-    // V is (M, D) or (K, M, D), and `result` is contiguous and like V.
-    LayerSums(const Tensor& V, const Tensor& result, int64_t width)
-        : panels(V.dim() == 3 ? V.size(0) : 1, V.size(-2), width),
-          depth(V.size(-1)),
-          out_(mutable_data_of<T>(result)) {}
+    // `result` is contiguous and like V.
+    LayerSums(const Tensor& V, const Tensor& result, const PanelGrid& panels)
+        : panels(panels), depth(V.size(-1)), out_(mutable_data_of<T>(result)) {}
 
     const PanelGrid panels;
     const int64_t depth;  // entries of a vector
 
+    // Every panel has room for the widest.
     int64_t panel_size() const { return depth * panels.width; }
     int64_t tasks() const { return slices_ * ceil_div(panels.size(), panels_per_task_); }
     int64_t slices() const { return slices_; }
@@ -46,17 +45,20 @@ class LayerSums {
 
     // Divides the layer into about `wanted` tasks. It divides the data first, into at most `most_slices` slices,
     // because partial sums are cheap. It divides the panels if there are too few slices or if the sums are too large.
-    // The partial sums may take `budget` bytes. Returns the bytes that they take.
+    // The partial sums may take about `budget` bytes. Returns the bytes that they take.
     int64_t divide(int64_t wanted, int64_t most_slices, int64_t budget) {
-        const int64_t entry = sizeof(T), largest_block = std::max<int64_t>(1, block_bytes / (panel_size() * entry));
-        int64_t blocks = ceil_div(panels.size(), largest_block);
+        // Slices must not depend on the widths of panels, which depend on measured times.
+        constexpr int64_t padded = 16;
+        const int64_t filters = panels.K * ceil_div(panels.M, padded) * padded;
+        const int64_t bytes = filters * depth * static_cast<int64_t>(sizeof(T));
+        int64_t blocks = ceil_div(bytes, block_bytes);
         slices_ = std::min(ceil_div(wanted, blocks), most_slices);
-        slices_ = std::max<int64_t>(1, std::min(slices_, budget / (size() * entry)));
+        slices_ = std::max<int64_t>(1, std::min(slices_, budget / bytes));
         blocks = std::min(panels.size(), std::max(blocks, ceil_div(wanted, slices_)));
         panels_per_task_ = ceil_div(panels.size(), blocks);
         if (slices_ == 1) return 0;
         partials_.reset(new T[slices_ * size()]);
-        return slices_ * size() * entry;
+        return slices_ * bytes;
     }
 
     TaskPlace operator[](int64_t task) const {
@@ -88,7 +90,7 @@ class LayerSums {
     void write(int64_t panel, const T* sums) const {
         const PanelPlace place = panels[panel];
         T* to = out_ + (place.k * panels.M + place.first) * depth;
-        unpack_panels(sums, slices_, size(), place.count, depth, panels.width, to, depth);
+        unpack_panels(sums, slices_, size(), place.count, depth, place.width, to, depth);
     }
 
     T* const out_;  // (K, M, D)

@@ -3,7 +3,8 @@
 #include <pybind11/stl.h>
 
 #include "errors.h"
-#include "kernels.h"
+#include "panel_choice.h"
+#include "timing.h"
 
 namespace s3d {
 
@@ -34,4 +35,20 @@ PYBIND11_MODULE(_C, m) {
     m.def("available_isas", s3d::available_isas, "Return the instruction sets that this processor has, best first.");
     m.def("compiled_isas", s3d::compiled_isas, "Return the instruction sets that were compiled, best first.");
     m.def("use_isa", s3d::use_isa, pybind11::arg("name"), "Use the named instruction set from now on.");
+    m.def(
+        "panel_widths",
+        [](int64_t filters) {
+            std::vector<int> widths;
+            const s3d::Kernels<float>& kernel = s3d::kernels<float>();
+            for (const int kind : s3d::choose_panels(kernel, filters)) widths.push_back(kernel.panels[kind].width);
+            return widths;
+        },
+        pybind11::arg("filters"), "Return the widths of the panels that this number of filters takes, in float32.");
+    m.def(
+        "has_bfloat16_products", [] { return s3d::pair_kernels() != nullptr; },
+        "Return whether the instruction set in use multiplies bfloat16 numbers.");
+    m.def("fma_peak", s3d::fma_peak, pybind11::arg("isa"),
+          "Return the float32 operations per second that one thread reaches in registers.");
+    m.def("read_bandwidth", s3d::read_bandwidth, pybind11::arg("bytes"),
+          "Return the bytes per second at which one thread reads this number of bytes again and again.");
 }

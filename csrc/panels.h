@@ -1,25 +1,67 @@
 // Converts between tensors and panels: packs vectors, writes panels back, and prepares tiles of X and C.
 #pragma once
 
+#include <vector>
+
 #include "matrix.h"
 #include "parallel.h"
 
 namespace s3d {
 
-// The filters of a panel: filters [first, first + count) of vector set k.
+// Returns the number of sets of vectors V, (M, D) or (K, M, D).
+inline int64_t sets_of(const Tensor& V) { return V.dim() == 3 ? V.size(0) : 1; }
+
+// The filters of a panel: filters [first, first + count) of vector set k. The panel is one of panels[kind] of the
+// instruction set, or a single filter.
 struct PanelPlace {
-    int64_t k, first, count;
+    static constexpr int single = -1;
+    int64_t k, first, count, width;
+    int kind;
 };
 
 // The panels that K sets of M filters make. No panel crosses two sets.
-struct PanelGrid {
-    int64_t K, M, width, per_set;
-    PanelGrid(int64_t K, int64_t M, int64_t width) : K(K), M(M), width(width), per_set(ceil_div(M, width)) {}
-    int64_t size() const { return K * per_set; }
-    PanelPlace operator[](int64_t panel) const {
-        const int64_t first = panel % per_set * width;
-        return {panel / per_set, first, std::min(width, M - first)};
+class PanelGrid {
+ public:
+    // All panels have the largest width.
+    template <typename T>
+    static PanelGrid wide(int64_t K, int64_t M, const Kernels<T>& kernel) {
+        return PanelGrid(K, M, kernel, std::vector<int>(ceil_div(M, kernel.wide().width), 0));
     }
+
+    // Each filter is a panel of its own.
+    static PanelGrid single(int64_t K, int64_t M) {
+        PanelGrid grid(K, M);
+        for (int64_t j = 0; j < M; ++j) grid.of_set_.push_back({0, j, 1, 1, PanelPlace::single});
+        grid.width = 1;
+        return grid;
+    }
+
+    // `kinds` are those of the panels of one set.
+    template <typename T>
+    PanelGrid(int64_t K, int64_t M, const Kernels<T>& kernel, const std::vector<int>& kinds) : PanelGrid(K, M) {
+        for (int64_t first = 0; const int kind : kinds) {
+            const int64_t own = kernel.panels[kind].width;
+            of_set_.push_back({0, first, std::min(own, M - first), own, kind});
+            width = std::max(width, own);
+            first += own;
+        }
+    }
+
+    int64_t K, M;
+    int64_t width = 0;  // of the widest panel
+
+    int64_t size() const { return K * static_cast<int64_t>(of_set_.size()); }
+    PanelPlace operator[](int64_t panel) const {
+        const int64_t per_set = of_set_.size();
+        PanelPlace place = of_set_[panel % per_set];
+        place.k = panel / per_set;
+        return place;
+    }
+
+ private:
+    PanelGrid(int64_t K, int64_t M) : K(K), M(M) {}
+
+    std::vector<PanelPlace> of_set_;
 };
 
 // The vectors of the filters, (K, M, D), with any strides.
@@ -40,7 +82,8 @@ struct Vectors {
     }
 
     // panel[d, j] = entry first + d of filter j. Columns without a filter are zero.
-    void pack(const PanelPlace& place, int64_t first, int64_t depth, int64_t width, T* panel) const {
+    void pack(const PanelPlace& place, int64_t first, int64_t depth, T* panel) const {
+        const int64_t width = place.width;
         if (place.count < width) std::memset(panel, 0, depth * width * sizeof(T));
         for (int64_t d = 0; d < depth; ++d) {
             for (int64_t j = 0; j < place.count; ++j) panel[d * width + j] = get(place, j, first + d);
@@ -69,6 +112,10 @@ int64_t odd_lines(int64_t columns) {
     return (ceil_div(columns, line) | 1) * line;
 }
 
+// The most bytes between two rows of X that loops read in place. A column of a tile must not fill its sets of the
+// cache.
+constexpr int64_t max_direct_stride = 2048;
+
 // Tiles of the rows of X. With a bias, a 1 follows each row. A tile is the memory of X itself if the products can read
 // it there, and a copy otherwise.
 template <typename T>
@@ -77,13 +124,16 @@ class RowTiles {
     // Loops may read `room` entries beyond the end of a row.
     RowTiles(const Matrix<T>& X, bool bias, int64_t room = 0) : X_(X), bias_(bias) {
         const int64_t bytes = X.row_stride * static_cast<int64_t>(sizeof(T));
-        direct_ = X.is_direct() && !bias && room == 0 && bytes < max_direct_stride;
+        direct_ = X.is_direct() && !bias && room == 0 && bytes <= max_direct_stride;
         stride_ = direct_ ? X.row_stride : odd_lines<T>(depth() + room);
     }
 
     int64_t depth() const { return X_.columns + bias_; }
     int64_t stride() const { return stride_; }
     int64_t scratch(int64_t rows) const { return direct_ ? 0 : rows * stride_; }
+
+    // Returns where the tile at `row` is to be prefetched; null if it will be a copy, which hardware predicts.
+    const T* ahead(int64_t row) const { return direct_ ? X_.at(row, 0) : nullptr; }
 
     const T* get(int64_t row, int64_t count, T* scratch) const {
         if (direct_) return X_.at(row, 0);
@@ -95,29 +145,27 @@ class RowTiles {
     }
 
  private:
-    static constexpr int64_t max_direct_stride = 1024;
     Matrix<T> X_;
     bool bias_, direct_;
     int64_t stride_;
 };
 
 // A tile of the columns of C that belong to one panel. It is the memory of C itself if the products can read it there,
-// and a copy otherwise. In a copy, columns without a filter are zero.
+// and a copy otherwise. Columns without a filter may hold anything: a column of a product depends on no other.
 template <typename T>
-struct CoefficientTile {
-    const T* data;
-    int64_t stride;
-
-    CoefficientTile(const Matrix<T>& C, int64_t row, int64_t rows, const PanelPlace& place, int64_t width, T* scratch) {
-        if (C.is_direct() && place.count == width) {
-            data = C.at(row, place.first);
-            stride = C.row_stride;
+struct CoefficientTile : Coefficients<T> {
+    CoefficientTile(const Matrix<T>& C, int64_t row, int64_t rows, const PanelPlace& place, T* scratch) {
+        const int64_t last = row + rows - 1, end = place.first + place.width;
+        // What follows the end of a row is the next row.
+        if (C.is_direct() && (C.rows - 1 - last) * C.row_stride + C.columns >= end) {
+            this->data = C.at(row, place.first);
+            this->stride = C.row_stride;
             return;
         }
-        if (place.count < width) std::memset(scratch, 0, rows * width * sizeof(T));
-        C.copy(row, rows, place.first, place.count, scratch, width);
-        data = scratch;
-        stride = width;
+        if (place.count < place.width) std::memset(scratch, 0, rows * place.width * sizeof(T));
+        C.copy(row, rows, place.first, place.count, scratch, place.width);
+        this->data = scratch;
+        this->stride = place.width;
     }
 };
 

@@ -1,5 +1,7 @@
 """The public names of the core; `s3d_fast` has them all, and imports this file when one is asked for."""
 
+from s3d_fast.backends.cpu_options import CpuOptions, cpu_options
+from s3d_fast.backends.extension import use_isa
 from s3d_fast.backends.operations import (
     add_splitting_matrices,
     conv_matvec,
@@ -50,6 +52,7 @@ __all__ = [
     "Captured",
     "ConvOperator",
     "Cost",
+    "CpuOptions",
     "Cut",
     "DenseOperator",
     "EdgeConvOperator",
@@ -80,6 +83,7 @@ __all__ = [
     "capture_layers",
     "conv_matvec",
     "count",
+    "cpu_options",
     "curvature_coefficients",
     "edgeconv_matvec",
     "extremal_eigenpairs",
@@ -106,4 +110,5 @@ __all__ = [
     "trace",
     "triton_options",
     "unsharded",
+    "use_isa",
 ]

@@ -16,12 +16,13 @@ def good_calls() -> dict[str, tuple]:
     settings = (1, 1, 0.0, 0.0, [0.0], [1.0], 3.0, random_tensor(8, seed=5).abs(), random_tensor(3, seed=6).abs())
     index = torch.tensor
     return {
-        "splitting_matvec": (random_tensor(6, 4), random_tensor(6, 3), random_tensor(3, 5), True),
+        "splitting_matvec": (random_tensor(6, 4), random_tensor(6, 3), random_tensor(3, 5), True, False),
         "splitting_matvec_grouped": (
             [random_tensor(6, 4), random_tensor(5, 2)],
             [random_tensor(6, 3), random_tensor(5, 2)],
             [random_tensor(3, 5), random_tensor(3, 2, 2)],
             [True, False],
+            True,
         ),
         "gated_matvec": (
             random_tensor(6, 4),

@@ -4,6 +4,8 @@
 #define S3D_X86_TARGET "avx2,fma,f16c"
 #define S3D_VECTOR_BYTES 32
 #define S3D_TILE_ROWS 6
-#define S3D_TILE_VECTORS 2
+#define S3D_NARROW_ROWS 10
+#define S3D_HALF_VECTORS 0
 #define S3D_HALF_LANES 8
+#define S3D_EMULATED 0
 #include "simd/set.h"

@@ -24,18 +24,22 @@ namespace s3d::S3D_ISA {
 
 #include "simd/vector.h"
 #include "simd/panel.h"
+#include "simd/filter.h"
 #include "simd/elementwise.h"
 #include "simd/exchange.h"
 #include "simd/stencil.h"
 
 template <typename T>
 constexpr Kernels<T> table() {
+    PanelLoops<T> half = {};
+#if S3D_HALF_VECTORS
+    half = NarrowPanels<T, S3D_VECTOR_BYTES / 2>::loops();
+#endif
     return {
-        .width = width<T>,
         .lanes = lanes<T>,
-        .project = Panels<T>::project,
-        .accumulate = Panels<T>::accumulate,
-        .combine = Panels<T>::combine,
+        .emulated = S3D_EMULATED,
+        .panels = {WidePanels<T>::loops(), NarrowPanels<T>::loops(), half},
+        .turn_filter = Filter<T>::turn,
         .stencil = Stencil<T>::line,
         .shifted_dots = Stencil<T>::shifted_dots,
         .window_norms = Stencil<T>::window_norms,

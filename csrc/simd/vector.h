@@ -13,24 +13,24 @@
 
 #define S3D_INLINE inline __attribute__((always_inline))
 
-template <typename T>
+template <typename T, int bytes>
 struct VectorOf {
-    typedef T type __attribute__((vector_size(S3D_VECTOR_BYTES), aligned(sizeof(T)), may_alias));
+    typedef T type __attribute__((vector_size(bytes), aligned(sizeof(T)), may_alias));
 };
-template <typename T>
-using Vector = typename VectorOf<T>::type;
+template <typename T, int bytes = S3D_VECTOR_BYTES>
+using Vector = typename VectorOf<T, bytes>::type;
 
 template <typename T>
 constexpr int lanes = S3D_VECTOR_BYTES / sizeof(T);
 
-template <typename T>
-S3D_INLINE Vector<T> load(const T* from) {
-    return *reinterpret_cast<const Vector<T>*>(from);
+template <typename T, int bytes = S3D_VECTOR_BYTES>
+S3D_INLINE Vector<T, bytes> load(const T* from) {
+    return *reinterpret_cast<const Vector<T, bytes>*>(from);
 }
 
-template <typename T>
-S3D_INLINE void store(T* to, Vector<T> value) {
-    *reinterpret_cast<Vector<T>*>(to) = value;
+template <typename T, int bytes = S3D_VECTOR_BYTES>
+S3D_INLINE void store(T* to, Vector<T, bytes> value) {
+    *reinterpret_cast<Vector<T, bytes>*>(to) = value;
 }
 
 template <typename T>

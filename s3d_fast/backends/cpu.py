@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from s3d_fast.backends import cpu_options
 from s3d_fast.backends.derivatives import asks_for_derivatives
 from s3d_fast.backends.interface import Backend
 from s3d_fast.backends.reference import REFERENCE
@@ -35,13 +36,13 @@ class CpuBackend(Backend):
         return "" if activation.formula is not None else f"it has no formula for {activation.name!r}"
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-        return _call("splitting_matvec", X, C, V, bias)
+        return _call("splitting_matvec", X, C, V, bias, _rounded())
 
     def splitting_matvec_grouped(
         self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
     ) -> list[Tensor]:
         # Without tensors, the dispatcher cannot choose an operator.
-        return _call("splitting_matvec_grouped", X, C, V, bias) if X else []
+        return _call("splitting_matvec_grouped", X, C, V, bias, _rounded()) if X else []
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
         return _call("gated_matvec", X, c11, c12, c22, V, bias)
@@ -193,6 +194,12 @@ def _call(name: str, *arguments: Any) -> Any:
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
+
+
+def _rounded() -> bool:
+    """Return whether products may round all their factors to bfloat16."""
+    # The compiler cannot trace how options are kept.
+    return not torch.compiler.is_compiling() and cpu_options.current().precision == "medium"
 
 
 def _numbers(stage: DepthwiseStage) -> list[int]:

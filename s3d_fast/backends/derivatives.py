@@ -40,14 +40,16 @@ def register(library: torch.library.Library) -> None:
         library.impl(name, _kernel(name), "Autograd", with_keyset=True)
 
 
-def _splitting_gradients(X: Tensor, C: Tensor, V: Tensor, bias: bool, G: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+def _splitting_gradients(
+    X: Tensor, C: Tensor, V: Tensor, bias: bool, G: Tensor, wanted: set[str], rounded: bool = False
+) -> dict[str, Tensor]:
     """Return the gradients of ((X V^T) * C)^T X; X and C may be stored in 16 bits.
 
-    dV = S G,  dC = (X V^T) * (X G^T),  dX = (C * X V^T) G + (C * X G^T) V.
+    dV = S G, rounded as S V is;  dC = (X V^T) * (X G^T),  dX = (C * X V^T) G + (C * X G^T) V.
     """
     found: dict[str, Tensor] = {}
     if "V" in wanted:
-        found["V"] = torch.ops.s3d_fast.splitting_matvec(X, C, G, bias)
+        found["V"] = torch.ops.s3d_fast.splitting_matvec(X, C, G, bias, rounded)
     if wanted & {"X", "C"}:
         rows, coefficients = X.to(V.dtype), C.to(V.dtype)
         rows = reference.with_ones(rows) if bias else rows
@@ -68,7 +70,7 @@ def _splitting_matvec_grouped(arguments: Arguments, G: Sequence[Tensor], wanted:
     X, C, V, bias = (arguments[name] for name in ("X", "C", "V", "bias"))
     found: dict[str, Gradient] = {}
     if "V" in wanted:
-        found["V"] = torch.ops.s3d_fast.splitting_matvec_grouped(X, C, list(G), bias)
+        found["V"] = torch.ops.s3d_fast.splitting_matvec_grouped(X, C, list(G), bias, arguments.get("rounded", False))
     rest = wanted - {"V"}
     layers = [_splitting_gradients(*layer, wanted=rest) for layer in zip(X, C, V, bias, G, strict=True)]
     return found | {name: [layer[name] for layer in layers] for name in rest}

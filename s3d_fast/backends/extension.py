@@ -1,16 +1,19 @@
 """The compiled extension `s3d_fast._C`, or the reason why it is missing.
 
-Where it is missing, importing this module warns: everything works without it, but on a CPU many times slower.
+Where it is missing, importing this module warns: everything works without it, but on a CPU many times slower. The
+environment variable S3D_FAST_ISA chooses the instruction set, as `use_isa` does.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from pathlib import Path
 from types import ModuleType
 
 from s3d_fast.backends import registration
+from s3d_fast.base import require
 
 HOW_TO_BUILD = "build it with a C++20 compiler (GCC or Clang): pip install . in the folder of the sources"
 
@@ -34,6 +37,25 @@ def _load() -> tuple[ModuleType | None, str]:
     return module, ""
 
 
+def use_isa(name: str) -> None:
+    """Compute on the CPU with the named instruction set from now on, in all threads; "auto" is the best one.
+
+    Args:
+        name: "auto", "avx512", "avx2" or "portable". `s3d-fast env` shows which ones this processor has.
+
+    Raises:
+        ValueError: this processor has no such instruction set.
+        RuntimeError: the C++ extension is missing.
+    """
+    if module is None:
+        raise RuntimeError(f"no instruction set can be used: {why_not}; {HOW_TO_BUILD}")
+    require.choice("isa", name, ("auto", *module.available_isas()))
+    module.use_isa(name)
+
+
 module, why_not = _load()
+if module is not None and "S3D_FAST_ISA" in os.environ:
+    require.choice("S3D_FAST_ISA", os.environ["S3D_FAST_ISA"], ("auto", *module.available_isas()))
+    use_isa(os.environ["S3D_FAST_ISA"])
 if module is None:
     warnings.warn(f"s3d_fast computes on the CPU without its kernels: {why_not}; {HOW_TO_BUILD}", stacklevel=2)

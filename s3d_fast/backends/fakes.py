@@ -20,7 +20,7 @@ _MOST_KINKS = 8
 _CURVATURES, _GELU = 10, 2
 
 
-def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool, rounded: bool = False) -> Tensor:
     _require_compute_dtype("V", V)
     _require_rows(X, C, V.dtype, V.device)
     _require_vectors(V, C.shape[1], X.shape[1] + bias)
@@ -28,7 +28,7 @@ def splitting_matvec(X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
 
 
 def splitting_matvec_grouped(
-    X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
+    X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool], rounded: bool = False
 ) -> list[Tensor]:
     if not len(X) == len(C) == len(V) == len(bias):
         raise ValueError(

@@ -19,11 +19,13 @@ Shape = Sequence[int]
 _COUNTER = "torch.utils.flop_counter"
 
 
-def splitting_matvec(X: Shape, C: Shape, V: Shape, bias: bool, **_: Any) -> int:
+def splitting_matvec(X: Shape, C: Shape, V: Shape, bias: bool, rounded: bool = False, **_: Any) -> int:
     return 4 * X[0] * _entries(V)
 
 
-def splitting_matvec_grouped(X: list[Shape], C: list[Shape], V: list[Shape], bias: list[bool], **_: Any) -> int:
+def splitting_matvec_grouped(
+    X: list[Shape], C: list[Shape], V: list[Shape], bias: list[bool], rounded: bool = False, **_: Any
+) -> int:
     return sum(splitting_matvec(*layer) for layer in zip(X, C, V, bias, strict=True))
 
 

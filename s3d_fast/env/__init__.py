@@ -34,6 +34,7 @@ def report() -> dict[str, str]:
             f"compiled by {extension.module.compiler} with torch {extension.module.torch}, for torch >= 2.10"
         )
         lines["instruction sets"] = ", ".join(name + state for name, state in states.items())
+        lines["bfloat16 products"] = "available" if extension.module.has_bfloat16_products() else "not available"
     lines.update({f"backend {backend}": _backend(backend) for backend in choice.NAMES[1:]})
     return lines
 

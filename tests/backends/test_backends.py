@@ -210,9 +210,9 @@ def test_a_restricted_edgeconv_layer_runs_on_every_backend() -> None:
     assert relative_error(some.matvec(V, "auto"), some.matvec(V, "reference")) < 1e-12
 
 
-def python(*arguments: str) -> str:
-    """Return what Python prints when run with the given arguments in the folder of the sources."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def python(*arguments: str, **variables: str) -> str:
+    """Return what Python prints when run with the given arguments and variables in the folder of the sources."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     run = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
     )
@@ -302,6 +302,13 @@ def test_env_prints_every_backend() -> None:
     if extension.module is not None:
         assert all(name in printed for name in extension.module.compiled_isas())
         assert f"{extension.module.available_isas()[0]} (in use)" in printed
+
+
+@compiled
+def test_the_environment_chooses_the_instruction_set() -> None:
+    assert "portable (in use)" in python("-m", "s3d_fast.env", S3D_FAST_ISA="portable")
+    with pytest.raises(AssertionError, match=r"S3D_FAST_ISA must be one of 'auto', .*'portable'.*; got 'sse9'"):
+        python("-m", "s3d_fast.env", S3D_FAST_ISA="sse9")
 
 
 @compiled
