@@ -24,6 +24,12 @@ def good_calls() -> dict[str, tuple]:
             [True, False],
             True,
         ),
+        "joint_matvec": (
+            [random_tensor(6, 4), random_tensor(6, 2)],
+            [random_tensor(6, 3, seed=seed) for seed in (1, 2, 3)],
+            random_tensor(3, 7),
+            [True, False],
+        ),
         "gated_matvec": (
             random_tensor(6, 4),
             *(random_tensor(6, 3, seed=seed) for seed in (1, 2, 3)),

@@ -39,6 +39,31 @@ def require_gated(
         _require_like_rows(name, coefficients, X, tuple(c11.shape), check_finite)
 
 
+def require_joint(
+    X: Sequence[Tensor],  # n times (N, D_a)
+    C: Sequence[Tensor],  # n (n + 1) / 2 times (N, M)
+    bias: Sequence[bool],
+    check_finite: bool = True,
+) -> None:
+    """Raise unless X holds rows of several layers, and C coefficients for every pair of them."""
+    count = len(X)
+    if not count or len(bias) != count or len(C) != count * (count + 1) // 2:
+        raise ValueError(
+            "X and bias must have one entry per layer, and C one per pair of layers, "
+            f"got {count}, {len(bias)} and {len(C)}"
+        )
+    for x in X:
+        require.tensor("X", x)
+        require.shape("X", x, (len(X[0]), "D"))
+        if check_finite:
+            require.finite("X", x)
+        if x.dtype != X[0].dtype or x.device != X[0].device:
+            raise ValueError(f"X must have one dtype and device, got {X[0].dtype} on {X[0].device} and {x.dtype}")
+    _require_like_rows("C", C[0], X[0], (len(X[0]), "M"), check_finite)
+    for own in C[1:]:
+        _require_like_rows("C", own, X[0], tuple(C[0].shape), check_finite)
+
+
 def require_depthwise(
     X: Tensor,  # (B H W, D)
     C: Sequence[Tensor],  # n + 1 times (B, H_i, W_i, M)

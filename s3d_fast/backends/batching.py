@@ -17,6 +17,7 @@ VECTORS = {
     "splitting_matvec": 2,
     "splitting_matvec_grouped": 2,
     "gated_matvec": 4,
+    "joint_matvec": 2,
     "depthwise_matvec_grouped": 6,
     "edgeconv_matvec": 3,
 }

@@ -161,6 +161,9 @@ class CpuBackend(Backend):
         _call("krylov_extend", state.basis, product, state.alpha, state.beta, state.length, state.scale, step)
         state.q.copy_(state.basis[:, step + 1])
 
+    def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
+        return _call("joint_matvec", list(X), list(C), V, list(bias))
+
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return _call("top_two", values)
 

@@ -89,6 +89,7 @@ def _same_product(name: str, vectors: str) -> Rule:
 RULES = {
     "splitting_matvec": Rule(("X", "C", "V"), _splitting_matvec),
     "splitting_matvec_grouped": Rule(("X", "C", "V"), _splitting_matvec_grouped),
+    "joint_matvec": _same_product("joint_matvec", "V"),
     "gated_matvec": _same_product("gated_matvec", "V"),
     "depthwise_matvec_grouped": _same_product("depthwise_matvec_grouped", "V"),
     "edgeconv_matvec": _same_product("edgeconv_matvec", "V"),

@@ -48,6 +48,23 @@ def gated_matvec(X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Ten
     return V.new_empty(V.shape)
 
 
+def joint_matvec(X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
+    _require_compute_dtype("V", V)
+    count = len(X)
+    if not count or len(bias) != count or len(C) != count * (count + 1) // 2:
+        raise ValueError(
+            "X and bias must have one entry per layer, and C one per pair of layers, "
+            f"got {count}, {len(bias)} and {len(C)}"
+        )
+    for x in X:
+        _require_rows(x, C[0], V.dtype, V.device, "C")
+    for own in C:
+        _require_stored("C", own, V.dtype, V.device)
+        require.shape("C", own, C[0].shape)
+    _require_vectors(V, C[0].shape[1], sum(x.shape[1] + one for x, one in zip(X, bias, strict=True)))
+    return V.new_empty(V.shape)
+
+
 def depthwise_matvec_grouped(
     X: Sequence[Tensor],
     C: Sequence[Tensor],
@@ -438,6 +455,7 @@ FAKES: dict[str, Callable[..., object]] = {
         splitting_matvec,
         splitting_matvec_grouped,
         gated_matvec,
+        joint_matvec,
         depthwise_matvec_grouped,
         depthwise_row_norms,
         edgeconv_matvec,

@@ -34,6 +34,10 @@ def gated_matvec(X: Shape, c11: Shape, c12: Shape, c22: Shape | None, V: Shape, 
     return 4 * X[0] * _entries(V)
 
 
+def joint_matvec(X: list[Shape], C: list[Shape], V: Shape, bias: list[bool], **_: Any) -> int:
+    return 4 * X[0][0] * _entries(V)
+
+
 def depthwise_matvec_grouped(
     X: list[Shape],
     C: list[Shape],
@@ -93,6 +97,7 @@ FLOPS: dict[str, Callable[..., int]] = {
         splitting_matvec,
         splitting_matvec_grouped,
         gated_matvec,
+        joint_matvec,
         depthwise_matvec_grouped,
         depthwise_row_norms,
         edgeconv_matvec,

@@ -149,6 +149,10 @@ class Backend(ABC):
         """Take one Lanczos step in every space of `state`; `product` is S q."""
 
     @abstractmethod
+    def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
+        """Return S_j v_j for channels that several layers write."""
+
+    @abstractmethod
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places of the largest and the second largest value of every column."""
 

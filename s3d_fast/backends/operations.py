@@ -12,6 +12,7 @@ from s3d_fast.backends.arguments import (
     require_edge_ties,
     require_edgeconv,
     require_gated,
+    require_joint,
     require_incoming,
     require_pool_ties,
     require_rows,
@@ -416,6 +417,25 @@ def activation_slopes(
     if why_not:
         chosen = _instead_of(chosen, why_not, backend)
     return chosen.activation_slopes(z=z, activation=activation, scale=scale, axis=axis)
+
+
+def joint_matvec(
+    X: Sequence[Tensor],  # n times (N, D_a)
+    C: Sequence[Tensor],  # n (n + 1) / 2 times (N, M): for the pairs (0, 0), (0, 1), ..., (1, 1), (1, 2), ...
+    V: Tensor,  # (M, D) or (K, M, D), D = sum of D_a, with D_a + 1 in place of D_a where the layer has a bias
+    *,
+    bias: Sequence[bool],
+    backend: str = "auto",
+    check_finite: bool = True,
+) -> Tensor:  # like V
+    """Return S_j v_j for channels that several layers write, each from rows of its own: see `reference.joint_matvec`.
+
+    Raises: as `splitting_matvec`.
+    """
+    require_joint(X, C, bias, check_finite)
+    width = sum(x.shape[1] + one for x, one in zip(X, bias, strict=True))
+    require_vectors(V, C[0].shape[1], width, dtypes.compute_dtype(X[0].dtype), X[0].device)
+    return choose(backend, *X, *C, differentiable=(V,)).joint_matvec(X=X, C=C, V=V, bias=bias)
 
 
 def top_two(values: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:

@@ -117,6 +117,9 @@ class ReferenceBackend(Backend):
     def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
         reference.krylov_extend(state, product, step)
 
+    def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
+        return reference.joint_matvec(X, C, V, bias)
+
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return reference.top_two(values)
 

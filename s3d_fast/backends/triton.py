@@ -149,6 +149,9 @@ class TritonBackend(Backend):
         extend = krylov.krylov_extend if krylov.supports(state) else REFERENCE.krylov_extend
         extend(state, product, step)
 
+    def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
+        return REFERENCE.joint_matvec(X=X, C=C, V=V, bias=bias)
+
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return REFERENCE.top_two(values)
 

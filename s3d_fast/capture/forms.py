@@ -207,13 +207,13 @@ def _joint(unit: Unit, values: Values, general: ChainOperator) -> SplittingOpera
     if len(known) < len(rows) or len({call.node for call in calls}) < len(calls):
         return None
     outputs = [values.of(call.node) for call in calls]
-    C: dict[tuple[int, int], Tensor] = {}
+    C = []
     for a, output in enumerate(outputs):
         seeds = [torch.ones_like(output) if place == a else torch.zeros_like(one) for place, one in enumerate(outputs)]
         for b, product in enumerate(general.curvature_of(seeds)):
             if a <= b:
                 places = torch.from_numpy(unit.filters[b].rows).to(product.device)
-                C[a, b] = product.index_select(1, places).movedim(1, -1).flatten(0, -2)
+                C.append(product.index_select(1, places).movedim(1, -1).flatten(0, -2))
     return JointOperator(known, C, bias=[one.bias is not None for one in unit.filters], check_finite=False)
 
 

@@ -108,6 +108,27 @@ def gated_matvec(
     return torch.cat([upper.mT @ rows, lower.mT @ rows], -1)
 
 
+def joint_matvec(
+    X: Sequence[Tensor],  # n times (N, D_a)
+    C: Sequence[Tensor],  # n (n + 1) / 2 times (N, M): for the pairs (0, 0), (0, 1), ..., (1, 1), (1, 2), ...
+    V: Tensor,  # (..., M, sum of D_a), with D_a + 1 in place of D_a where the layer has a bias
+    bias: Sequence[bool],
+) -> Tensor:  # like V
+    """Return S_j v_j for every channel that n layers write, theta = [theta_0, theta_1, ...], each from its own rows.
+
+    With v = [v_0, v_1, ...] and u_a = X_a v_a, block a of S v is X_a^T (sum_b C_ab u_b). With a bias, every row is
+    [X_a[n], 1].
+    """
+    rows = [with_ones(x.to(V.dtype)) if one else x.to(V.dtype) for x, one in zip(X, bias, strict=True)]
+    u = [x @ v.mT for x, v in zip(rows, V.split([x.shape[1] for x in rows], -1), strict=True)]
+    pairs = [(a, b) for a in range(len(rows)) for b in range(a, len(rows))]
+    sums = [torch.zeros_like(one) for one in u]
+    for (a, b), own in zip(pairs, C, strict=True):
+        for to, of in {(a, b), (b, a)}:
+            sums[to] = sums[to] + own.to(V.dtype) * u[of]
+    return torch.cat([y.mT @ x for y, x in zip(sums, rows, strict=True)], -1)
+
+
 def depthwise_matvec(
     X: Tensor,  # (B H W, D), the rows of maps of height H and width W
     C: Sequence[Tensor],  # n + 1 times (B, H_i, W_i, M); H_0 = H and W_0 = W

@@ -97,6 +97,9 @@ class Definitions:
     def activation_slopes(self, *, z: Tensor, activation: Activation, scale: Tensor | None, axis: int) -> Tensor:
         return reference.activation_slopes(z, activation, scale, axis)
 
+    def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
+        return reference.joint_matvec(X, C, V, bias)
+
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return reference.top_two(values)
 
@@ -182,6 +185,9 @@ class PublicOperations:
     def activation_slopes(self, *, z: Tensor, activation: Activation, scale: Tensor | None, axis: int) -> Tensor:
         return operations.activation_slopes(z, activation, scale, axis, self.backend)
 
+    def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
+        return operations.joint_matvec(X, C, V, bias=bias, backend=self.backend)
+
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return operations.top_two(values, self.backend)
 
@@ -261,6 +267,8 @@ def _result_dtypes(name: str, arguments: Mapping[str, Any]) -> list[torch.dtype]
         return [torch.float64]
     if name == "top_two":
         return [torch.int64] * 2
+    if name == "joint_matvec":
+        return [compute_dtype(arguments["X"][0].dtype)]
     if name.endswith("_grouped"):
         return [compute_dtype(X.dtype) for X in arguments["X"]]
     if name == "grow_weights":
@@ -288,6 +296,24 @@ def rows_of(case: RowsCase) -> Arguments:
     """Return the arguments of `splitting_matvec`."""
     X, C = case.tensors()
     return {"X": X, "C": C, "V": case.vectors(), "bias": case.bias}
+
+
+def joint_of(
+    widths: Sequence[int],
+    bias: Sequence[bool],
+    M: int,
+    N: int,
+    K: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Arguments:
+    """Return the arguments of `joint_matvec`."""
+    pairs = len(widths) * (len(widths) + 1) // 2
+    return {
+        "X": [random_tensor(N, width, dtype=dtype, seed=seed) for seed, width in enumerate(widths)],
+        "C": [random_tensor(N, M, dtype=dtype, seed=10 + seed) for seed in range(pairs)],
+        "V": random_tensor(*([] if K is None else [K]), M, sum(widths) + sum(bias), dtype=dtype, seed=30),
+        "bias": list(bias),
+    }
 
 
 def gated_of(case: RowsCase, full: bool = True) -> Arguments:
@@ -409,6 +435,8 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     "splitting_matvec_grouped": lambda: layers_of(
         [rows_of(RowsCase(70, 20, 9, bias=True)), rows_of(RowsCase(600, 16, 32, K=2))]
     ),
+    "joint_matvec": lambda: joint_of((7, 30, 4), (False, True, True), 9, 130, K=2),
+    "joint_matvec:alone": lambda: joint_of((300,), (True,), 40, 70),
     "gated_matvec": lambda: gated_of(RowsCase(130, 20, 9, bias=True, K=2)),
     "gated_matvec:linear": lambda: gated_of(RowsCase(130, 270, 9), full=False),
     "depthwise_matvec": lambda: depthwise_of(DEPTHWISE[1]),

@@ -125,6 +125,11 @@ def _gated() -> tuple[Any, ...]:
     return X, C, C.flip(0), C.flip(1), torch.cat([V, V.flip(-1)], -1), True
 
 
+def _joint() -> tuple[Any, ...]:
+    X, C, V = _rows()
+    return [X, X.flip(0)], [C, C.flip(0), C.flip(1)], torch.cat([V, V.flip(-1)], -1), [True, True]
+
+
 def _depthwise() -> tuple[Any, ...]:
     cases = DepthwiseCase(40, 9, 8, 17, 40, (((3, 3), SAME),), torch.float32, K=2), DEPTHWISE[6]
     X, C, d, weight = (list(of_layers) for of_layers in zip(*(case.tensors() for case in cases), strict=True))
@@ -176,6 +181,7 @@ LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "splitting_matvec": lambda: (*_rows(), True),
     "splitting_matvec_grouped": _lists,
     "gated_matvec": _gated,
+    "joint_matvec": _joint,
     "depthwise_matvec_grouped": _depthwise,
     "depthwise_row_norms": _norms,
     "edgeconv_matvec": _edges,

@@ -80,6 +80,11 @@ SHAPES: list[tuple[str, int, Change]] = [
     ("splitting_matvec_grouped", 3, to([True, True])),
     *(("gated_matvec", position, change) for position in range(5) for change in (narrower, shorter, flatter, deeper)),
     ("gated_matvec", 5, to(False)),
+    *(("joint_matvec", position, shorter) for position in (0, 1, 3)),
+    *(("joint_matvec", position, first(change)) for position in (0, 1) for change in (narrower, shorter, flatter)),
+    *(("joint_matvec", 2, change) for change in (narrower, shorter, flatter, deeper)),
+    ("joint_matvec", 0, to([])),
+    ("joint_matvec", 3, to([True, True])),
     *(("depthwise_matvec_grouped", position, shorter) for position in range(8)),
     *(("depthwise_matvec_grouped", position, first(flatter)) for position in (0, 1, 2, 3, 6)),
     *(("depthwise_matvec_grouped", position, first(narrower)) for position in (0, 1, 2, 6)),
@@ -188,6 +193,8 @@ DTYPES: list[tuple[str, int, Change]] = [
         for change in (Tensor.float, Tensor.half, whole, Tensor.cfloat)
     ),
     *(("splitting_matvec_grouped", position, first(Tensor.float)) for position in (0, 1, 2)),
+    *(("joint_matvec", position, first(Tensor.float)) for position in (0, 1)),
+    ("joint_matvec", 2, Tensor.float),
     *(("depthwise_matvec_grouped", position, first(Tensor.float)) for position in (0, 1, 2, 3, 6)),
     *(
         ("grow_weights", position, first(change))

@@ -44,6 +44,10 @@ def _gated(X: Tensor, C: Tensor, V: Tensor) -> Tensor:
     return operations.gated_matvec(X, C, C.sin(), C.cos(), torch.cat([V, V], -1))
 
 
+def _joint(X: Tensor, C: Tensor, V: Tensor) -> Tensor:
+    return operations.joint_matvec([X, X.cos()], [C, C.sin(), C.cos()], torch.cat([V, V], -1), bias=[False, False])
+
+
 def _edges(X: Tensor, C: Tensor, V: Tensor) -> Tensor:
     winner = torch.zeros_like(C, dtype=torch.int64)
     return operations.edgeconv_matvec(X[None], winner[None], C[None], torch.cat([V, V], -1))
@@ -63,6 +67,7 @@ BY_ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "splitting_matvec": operations.splitting_matvec,
     "splitting_matvec_grouped": _grouped,
     "gated_matvec": _gated,
+    "joint_matvec": _joint,
     "edgeconv_matvec": _edges,
     "depthwise_matvec": _depthwise,
     "splitting_matrices": lambda X, C, V: operations.splitting_matrices(X, C, bias=True),
@@ -242,6 +247,7 @@ def test_flop_counts_are_those_of_the_reference() -> None:
     assert _flops(_grouped, X, C, V) == 2 * _flops(reference.splitting_matvec, X, C, V)
     halves = torch.cat([V, V], -1)
     assert _flops(_gated, X, C, V) == _flops(reference.gated_matvec, X, C, C, C, halves)
+    assert _flops(_joint, X, C, V) == _flops(reference.joint_matvec, [X, X], [C, C, C], halves, [False, False])
     # The kernel computes one triangle of each matrix: (D + 1) / 2 D of the reference's work.
     dense = _flops(reference.splitting_matrices, X, C, False, X.dtype)
     assert _flops(operations.splitting_matrices, X, C) == dense * 6 // 10
