@@ -53,6 +53,11 @@ def use_isa(name: str) -> None:
     module.use_isa(name)
 
 
+def has_bfloat16_products() -> bool:
+    """Return whether the instruction set in use multiplies bfloat16 numbers."""
+    return module is not None and bool(module.has_bfloat16_products())
+
+
 module, why_not = _load()
 if module is not None and "S3D_FAST_ISA" in os.environ:
     require.choice("S3D_FAST_ISA", os.environ["S3D_FAST_ISA"], ("auto", *module.available_isas()))

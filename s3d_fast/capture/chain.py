@@ -20,7 +20,7 @@ from s3d_fast.capture.pairs import difference_norms
 from s3d_fast.capture.values import Values, require_same
 from s3d_fast.maths.activations import Activation, activation
 from s3d_fast.network.calls import Call, operation
-from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors
+from s3d_fast.network.graph import FilterCall, Unit, filter_lengths
 from s3d_fast.network.links import Link
 from s3d_fast.network.rules import rule_of
 from s3d_fast.operators.chain import (
@@ -81,7 +81,7 @@ class ChainBuilder:
 
     def __init__(self, unit: Unit, values: Values, model: nn.Module, curvature: Curvature) -> None:
         self.unit, self.values, self.model, self.curvature = unit, values, model, curvature
-        self.stored = stored_tensors(model)
+        self.stored = values.stored
         self.tensors: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
         self.constants: dict[fx.Node, Any] = {}

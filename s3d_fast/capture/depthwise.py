@@ -16,7 +16,7 @@ from s3d_fast.capture.values import Values, require_same
 from s3d_fast.maths.activations import activation
 from s3d_fast.maths.reference import DepthwiseStage
 from s3d_fast.network.calls import Call, operation, pair, shape
-from s3d_fast.network.graph import Unit, filter_lengths, stored_tensors
+from s3d_fast.network.graph import Unit, filter_lengths
 from s3d_fast.network.links import Link
 from s3d_fast.operators import DepthwiseOperator
 
@@ -167,7 +167,7 @@ def depthwise_operator(unit: Unit, values: Values, model: nn.Module, curvature: 
     if parts is None:
         return None
     chain, fixed = parts.chain, curvature.fixed_sharpness
-    step = curvature.bandwidth(filter_lengths(unit, stored_tensors(model)), KINK)
+    step = curvature.bandwidth(filter_lengths(unit, values.stored), KINK)
     C: list[Tensor] = []
     d: list[Tensor] = []
     for place, link in enumerate(chain.curves):

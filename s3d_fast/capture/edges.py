@@ -12,7 +12,7 @@ from s3d_fast.capture.values import Values
 from s3d_fast.maths.activations import Activation
 from s3d_fast.network.calls import operation
 from s3d_fast.network.edgeconv import EdgeConv
-from s3d_fast.network.graph import Unit, filter_lengths, stored_tensors
+from s3d_fast.network.graph import Unit, filter_lengths
 from s3d_fast.operators import EdgeConvOperator
 
 
@@ -29,7 +29,7 @@ def edgeconv_operator(unit: Unit, values: Values, model: nn.Module, curvature: C
     own = unit.filters[0]
     if own.row_axis != 0 or len(own.rows) != layer.out_features or list(own.rows) != list(range(len(own.rows))):
         return None
-    lengths = filter_lengths(unit, stored_tensors(model))
+    lengths = filter_lengths(unit, values.stored)
     x, g = values.of(own.calls[0].source), values.gradient(maximum.graded)
     return _made(layer, _graph_of(unit, values), x, g, act, maximum.is_shifted, curvature, lengths)
 

@@ -18,7 +18,7 @@ from s3d_fast.capture.folding import norm_scale
 from s3d_fast.capture.values import Values, require_same
 from s3d_fast.maths.activations import activation
 from s3d_fast.network.calls import Call, operation, pair, shape
-from s3d_fast.network.graph import FilterCall, Unit, filter_lengths, stored_tensors
+from s3d_fast.network.graph import FilterCall, Unit, filter_lengths
 from s3d_fast.operators import (
     ChainOperator,
     ConvOperator,
@@ -95,7 +95,7 @@ def _coefficients_at_once(unit: Unit, values: Values, model: nn.Module, curvatur
     scale = norm_scale(before[0].node, values.module).to(z.dtype) if before else None
     if not act.kinks or curvature.fixed_sharpness is not None:
         return unchecked_curvature(g, z, act, scale, last.axis)
-    bandwidth = curvature.bandwidth(filter_lengths(unit, stored_tensors(model)), KINK).to(z)
+    bandwidth = curvature.bandwidth(filter_lengths(unit, values.stored), KINK).to(z)
     if scale is not None:
         bandwidth = bandwidth * scale.abs()
     norms = _row_norms(unit, values).flatten()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from s3d_fast.capture.values import Values, wanted
 from s3d_fast.network.calls import operation
 from s3d_fast.network.execution import Execution, in_order
 from s3d_fast.network.export import slow_attention
-from s3d_fast.network.graph import Graph, Unit
+from s3d_fast.network.graph import Graph, Unit, stored_tensors
 from s3d_fast.network.tracing import graph_for
 from s3d_fast.operators import SplittingOperator
 
@@ -87,18 +87,16 @@ class BatchCapture:
             taps = runs.pop()
             gradients = _gradients(loss, taps, index)
         left = list(taps.units)
+        values = Values(taps.module, taps.kept, gradients, stored_tensors(self.model))
         with torch.no_grad():
             while left:
                 # From last to first; tensors that no other unit needs are freed before the next operator is made.
                 unit = left.pop()
-                keep(unit.name, self._operator(taps, unit, gradients, dtype, index))
+                keep(unit.name, self._operator(unit, values, dtype, index))
                 taps.forget(unit, left, gradients)
         return float(loss.detach())
 
-    def _operator(
-        self, taps: _Taps, unit: Unit, gradients: Mapping[str, Tensor], dtype: torch.dtype | None, index: int
-    ) -> SplittingOperator:
-        values = Values(taps.module, taps.kept, gradients)
+    def _operator(self, unit: Unit, values: Values, dtype: torch.dtype | None, index: int) -> SplittingOperator:
         windows = None if self.sampling is None else self.sampling.windows(unit, values, index)
         try:
             made = unit_operator(*(windows or (unit, values)), self.model, self.curvature)

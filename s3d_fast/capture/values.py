@@ -11,10 +11,19 @@ from s3d_fast.network.graph import FilterCall, Unit
 
 
 class Values:
-    """What a forward and a backward pass give: values of nodes, and gradients of the loss at some of them."""
+    """What a forward and a backward pass give: values of nodes, and gradients of the loss at some of them.
 
-    def __init__(self, module: nn.Module, kept: Mapping[str, Any], gradients: Mapping[str, Tensor]) -> None:
-        self.module, self.kept, self.gradients = module, kept, gradients
+    Attributes:
+        module: the graph that was evaluated.
+        kept: the values of nodes, by name.
+        gradients: those of the loss, by the name of the node.
+        stored: the tensors of the model, by name.
+    """
+
+    def __init__(
+        self, module: nn.Module, kept: Mapping[str, Any], gradients: Mapping[str, Tensor], stored: Mapping[str, Tensor]
+    ) -> None:
+        self.module, self.kept, self.gradients, self.stored = module, kept, gradients, stored
 
     def of(self, node: fx.Node) -> Any:
         """Return the value of a node, without its history."""

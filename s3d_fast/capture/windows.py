@@ -295,7 +295,7 @@ class WindowValues(Values):
     """The values of one batch on windows, each taken as a map of its own; gradients count at owned positions."""
 
     def __init__(self, values: Values, levels: Levels, tiling: Tiling, draw: Draw) -> None:
-        super().__init__(values.module, values.kept, values.gradients)
+        super().__init__(values.module, values.kept, values.gradients, values.stored)
         self.levels, self.tiling, self.draw = levels, tiling, draw
         self.cropped: dict[str, Tensor] = {}
         self.places: dict[int, tuple[Tensor, Tensor | None]] = {}

@@ -26,7 +26,7 @@ from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.records.record import Phase
 from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.solvers import Spectrum, Status, extremal_eigenpairs
-from s3d_fast.solvers.noise import COARSEST, sampling_errors, worthwhile_tolerance
+from s3d_fast.solvers.noise import COARSE_DELTA, COARSEST, sampling_errors, worthwhile_tolerance
 from s3d_fast.splitting.plan import SplitPlan
 from s3d_fast.splitting.selection import cut_of, select
 from s3d_fast.splitting.surgery import apply_splits
@@ -157,9 +157,9 @@ class SplitStep:
         filters = sum(operator.shape[0] for operator in operators.values())
         until = cut_of(filters, **selection)
 
-        def solve(tol: float) -> dict[str, Spectrum]:
+        def solve(tol: float, **coarse: Any) -> dict[str, Spectrum]:
             phase.tol = tol
-            options = {"progress": self.progress, "until": until, **self.solver, "tol": tol}
+            options = {"progress": self.progress, "until": until, **coarse, **self.solver, "tol": tol}
             return extremal_eigenpairs(operators, **options)
 
         if self._tol is not None:
@@ -167,12 +167,18 @@ class SplitStep:
         if phase.batches < 2:
             # A single batch tells nothing of its noise.
             return solve(worthwhile_tolerance(None))
-        spectra = solve(COARSEST)
+        spectra = solve(COARSEST, **self._coarse)
         errors = sampling_errors(operators, spectra, self.solver.get("backend", "auto"))
         phase.sampling_error = None if errors is None else float(errors.median())
         tol = worthwhile_tolerance(errors)
         # Another solve costs more than a slightly finer tolerance is worth.
-        return spectra if tol > 0.8 * COARSEST else solve(tol)
+        return spectra if tol > 0.8 * COARSEST else solve(tol, **self._coarse)
+
+    @property
+    def _coarse(self) -> Options:
+        """Options of the solver where the noise of the data decides: fresh data change more than these do."""
+        takes_delta = self.solver.get("solver", "auto") in ("auto", "lanczos")
+        return {"precision": "medium", **({"delta": COARSE_DELTA} if takes_delta else {})}
 
     def _loss(self, model: nn.Module, batches: Collection[Any]) -> float:
         """Return the mean loss in eval mode on the batches of all processes."""

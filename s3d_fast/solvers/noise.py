@@ -13,6 +13,8 @@ from s3d_fast.solvers.spectrum import Spectrum
 # The tolerances between which the one that follows from the noise lies. Coarser ones choose other filters; finer ones
 # are rarely paid back.
 FINEST, COARSEST = 1e-2, 0.1
+# The probability that an eigenvalue is wrong, where the tolerance follows from the noise.
+COARSE_DELTA = 1e-2
 # The tolerance, in units of the sampling error.
 SHARE = 1 / 3
 
