@@ -10,7 +10,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.device import DEVICE, ON_CPU, seconds
-from s3d_fast.backends import operations
+from s3d_fast.backends import extension, operations
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.solvers import Spectrum
 
@@ -22,6 +22,22 @@ class Limit:
 
     def __init__(self, name: str, work: float, run: Call) -> None:
         self.name, self.work, self.run = name, work, run
+
+
+class Rate:
+    """A hardware limit that a call measures itself, in the same rounds: flops or bytes per second."""
+
+    def __init__(self, name: str, measure: Callable[[], float]) -> None:
+        self.name, self.measure = name, measure
+
+
+def fma_peak() -> list[Rate]:
+    """Return the peak of fused multiply-adds in float32 on all threads of a CPU; nothing on a GPU."""
+    kernels = extension.module
+    if kernels is None or not ON_CPU:
+        return []
+    isa = kernels.available_isas()[0]
+    return [Rate("FMA peak", lambda: torch.get_num_threads() * kernels.fma_peak(isa))]
 
 
 GEMM = {torch.float32: "sgemm", torch.float64: "dgemm", torch.bfloat16: "bf16 gemm", torch.float16: "fp16 gemm"}
@@ -64,6 +80,7 @@ def compare(
     others: Mapping[str, Call],
     *,
     limits: Sequence[Limit] = (),
+    rates: Sequence[Rate] = (),
     work: float = 0,
     aims: Mapping[str, float] | None = None,
     rounds: int = 15,
@@ -72,7 +89,7 @@ def compare(
 
     Args:
         others: the competitors by name; a ratio above 1 says that ours is faster.
-        limits: the hardware limits of ours.
+        limits, rates: the hardware limits of ours.
         work: the work of ours, in the unit of the limits: flops or bytes.
         aims: the smallest ratio wanted, by name of a competitor or limit.
         rounds: how many rounds; a ratio is the median over rounds of the competitor's time over ours.
@@ -80,10 +97,13 @@ def compare(
     calls = {**others, **{limit.name: limit.run for limit in limits}}
     times: dict[str, list[float]] = {name: [] for name in calls}
     mine: list[float] = []
+    peaks: dict[str, list[float]] = {rate.name: [] for rate in rates}
 
     def time_others() -> None:
         for name, call in calls.items():
             times[name].append(seconds(call))
+        for rate in rates:
+            peaks[rate.name].append(rate.measure())
 
     def time_ours() -> None:
         mine.append(seconds(ours))
@@ -91,7 +111,7 @@ def compare(
     for _ in range(2):
         time_others()
         time_ours()
-    for measured in (mine, *times.values()):
+    for measured in (mine, *times.values(), *peaks.values()):
         measured.clear()
     benchmark.pedantic(time_ours, setup=time_others, rounds=rounds, iterations=1)
     if benchmark.stats is None:
@@ -102,6 +122,8 @@ def compare(
     }
     # For a limit: the fraction of it that ours reaches. For a competitor: how many times faster ours is.
     ratios.update({limit.name: ratios[limit.name] * work / limit.work for limit in limits})
+    for name, measured in peaks.items():
+        ratios[name] = statistics.median(work / own / peak for own, peak in zip(mine, measured, strict=True))
     benchmark.extra_info["ratios"] = ratios
     # The aims are set for CPUs.
     benchmark.extra_info["aims"] = dict(aims or {}) if ON_CPU else {}

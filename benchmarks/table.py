@@ -14,10 +14,10 @@ from typing import Any
 HEAD = """# Benchmarks
 
 Written by `make bench`. Every figure is a ratio of times taken side by side in one run: the median over rounds. Above 1
-means that s3d_fast is faster than the competitor. For hardware limits (sgemm, dgemm, copy) the number is the fraction
-of that limit we reach, measured in the same rounds. Aims are in brackets. Memory is the peak of a call beyond its
-inputs and its result, measured in its own process. Cost against data is relative to the smallest amount of data, within
-a tenth of the memory that this amount would need: 1 is linear.
+means that s3d_fast is faster than the competitor. For hardware limits (sgemm, dgemm, FMA peak, copy) the number is the
+fraction of that limit we reach, measured in the same rounds. Aims are in brackets. Memory is the peak of a call beyond
+its inputs and its result, measured in its own process. Cost against data is relative to the smallest amount of data,
+within a tenth of the memory that this amount would need: 1 is linear.
 """
 
 FIGURE = """

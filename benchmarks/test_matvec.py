@@ -9,7 +9,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.utils._pytree import tree_map_only
 
-from benchmarks.compare import compare, matmul_peak
+from benchmarks.compare import compare, fma_peak, matmul_peak
 from benchmarks.device import BACKEND, DEVICE, ON_CPU
 from benchmarks.memory import extra_memory
 from s3d_fast.backends import operations
@@ -64,6 +64,7 @@ def test_splitting_matvec(benchmark: BenchmarkFixture, case: RowsCase) -> None:
             "torch.compile": lambda: compiled(X, C, V),
         },
         limits=[matmul_peak(compute_dtype(case.dtype) if ON_CPU else case.dtype)],
+        rates=fma_peak() if compute_dtype(case.dtype) == torch.float32 else [],
         work=4 * case.N * case.D * case.M,
         aims=aims,
     )

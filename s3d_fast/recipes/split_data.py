@@ -17,6 +17,8 @@ from s3d_fast.recipes.recipe import Recipe
 
 # At most this many plans are made to find how many batches fit into the time; each captures one batch.
 PLANS = 5
+# The products of a solve to the tolerance that the noise asks for, which stops at the cut, and of measuring the noise.
+COARSE_PRODUCTS = 8
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class SplitData:
             units=units,
             curvature=self.recipe.curvature,
             eps=self.recipe.eps,
+            rows_per_sample=self.recipe.rows_per_sample,
         )
 
     def _affordable(self, epoch_seconds: float | None) -> int:
@@ -102,7 +105,8 @@ class SplitData:
             # Training on a batch includes reading it. So reading a batch takes no longer than `trained`, nor does the
             # pass that measures the loss after the split.
             capture = max(plan.capture_seconds / plan.batches, trained)
-            taken = capture + plan.solve_seconds / plan.batches + trained
+            solve = plan.solve_seconds if self.recipe.tol is not None else COARSE_PRODUCTS * plan.step_seconds
+            taken = capture + solve / plan.batches + trained
             affordable = int(share * batches_of_epoch * trained / taken)
             if affordable >= count:
                 return count
