@@ -104,7 +104,7 @@ def _found(unit: Unit, values: Values) -> Levels:
             if of.setdefault(node.name, own) != own and not link.is_shifted:
                 raise _Unfit
         if reach is None and not link.is_shifted:
-            _note_constants(link, own, of, values)
+            _note_constants(link, own, sizes[own], of, values)
         elif reach is None:
             # An activation that changed places with a maximum takes nothing else; its node is that of the maximum.
             pass
@@ -163,17 +163,20 @@ def _reach(link: Link) -> Reach | None:
     return None
 
 
-def _note_constants(link: Link, level: int, of: dict[str, int], values: Values) -> None:
-    """Note the level of other tensors that a pointwise call takes; they must be maps, or have one position."""
+def _note_constants(link: Link, level: int, size: tuple[int, int], of: dict[str, int], values: Values) -> None:
+    """Note the level of other tensors that a pointwise call takes: maps of this size, or the same at all positions."""
+    if link.kind == "scale":
+        return
     for node in link.node.all_input_nodes:
-        if node in link.inputs:
+        if node in link.inputs or node is link.slope:
             continue
-        value = values.of(node) if node.op == "get_attr" or node.name in values.kept else None
-        if isinstance(value, Tensor) and value.dim() > 2 and max(value.shape[-2:]) > 1:
-            if node.op == "get_attr" or value.dim() != 4 or of.setdefault(node.name, level) != level:
-                raise _Unfit
-        elif isinstance(value, Tensor) and node.op != "get_attr" and value.dim() > 0:
-            of.setdefault(node.name, level)
+        value = values.of(node)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        if max(value.shape[-2:]) > 1 and (node.op == "get_attr" or value.dim() != 4 or value.shape[2:] != size):
+            raise _Unfit
+        if node.op != "get_attr" and value.dim() == 4 and of.setdefault(node.name, level) != level:
+            raise _Unfit
 
 
 class _Rewriter:
@@ -317,11 +320,14 @@ class WindowValues(Values):
             places, inside = self._places(start, reach.seen(self.tiling.windows[0]), maps.shape[2:])
             return self._gathered(maps, places, inside, reach.seen(self.tiling.windows[0]))
         value = super().of(node)
-        if not isinstance(value, Tensor) or node.name not in self.levels.of or value.dim() == 0:
+        if node.name not in self.levels.of:
+            # Not a map, and the same at all positions.
             return value
-        if value.dim() != 4 or value.shape[2:] == (1, 1) != self.levels.sizes[self.levels.of[node.name]]:
-            return value.repeat_interleave(self.draw.index.shape[1], 0) if len(value) == len(self.draw.index) else value
-        return self._crop(value, self.levels.of[node.name])
+        level = self.levels.of[node.name]
+        if value.shape[2:] == self.levels.sizes[level]:
+            return self._crop(value, level)
+        samples, tiles = self.draw.index.shape
+        return value.repeat_interleave(tiles, 0) if len(value) == samples else value
 
     def gradient(self, node: fx.Node) -> Tensor:
         """Return the gradient of the loss on all windows, with the weights of the positions that tiles own."""

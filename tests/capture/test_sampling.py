@@ -93,6 +93,30 @@ class Gated(nn.Module):
         return self.head(self.act(self.scale * self.next(x)).mean((2, 3)))
 
 
+class Factors(nn.Module):
+    """Factors of every kind: by channel, by sample, by position, and by row of a map, which windows do not take.
+
+    There are as many channels as samples.
+    """
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+        self.first, self.second, self.third = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 1), nn.Conv2d(2, 5, 1)
+        self.along, self.head = nn.Conv2d(2, 4, 1), nn.Linear(9, 3)
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.5]).reshape(2, 1, 1))
+        self.register_buffer("columns", torch.linspace(0.2, 1, SIZE[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_sample = 1 + x.mean((1, 2, 3), keepdim=True).tanh()
+        by_position = torch.sigmoid(x[:, :1])
+        h = self.act(self.scale.exp() * self.first(x))
+        h = self.act(by_sample * by_position * self.second(h))
+        rows = self.act(self.along(h) * torch.sigmoid(h.mean(3, keepdim=True)[:, :1]))
+        columns = self.act(self.third(h) * self.columns)
+        return self.head(torch.cat([rows, columns], 1).mean((2, 3)))
+
+
 def depthwise(act: Callable[[Tensor], Tensor], stride: int, bias: bool) -> nn.Module:
     class Activation(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -131,17 +155,21 @@ def pooled(act: Callable[[Tensor], Tensor], kernel: int, stride: int) -> nn.Modu
     )
 
 
+SIZE = (13, 12)
 # Networks on maps, and the form of their units on windows.
 NETWORKS: dict[str, tuple[Callable[[Any], nn.Module], dict[str, str]]] = {
     "stream": (Stream, {"stem": "JointOperator", "inner": "PointwiseOperator", "down": "JointOperator"}),
     "gated": (Gated, {"conv": "PointwiseOperator", "next": "PointwiseOperator"}),
+    "factors": (
+        Factors,
+        dict.fromkeys(("first", "third", "along"), "PointwiseOperator"),
+    ),
     "depthwise": (lambda act: depthwise(act, 1, False), {"0": "DepthwiseOperator", "6": "PointwiseOperator"}),
     "strided": (lambda act: depthwise(act, 2, False), {"0": "DepthwiseOperator", "6": "PointwiseOperator"}),
     "pooled": (lambda act: pooled(act, 2, 2), {"0": "TiedConvOperator", "4": "PointwiseOperator"}),
     "overlapping": (lambda act: pooled(act, 3, 2), {"0": "TiedConvOperator", "4": "PointwiseOperator"}),
 }
 every_network = pytest.mark.parametrize("name", NETWORKS)
-SIZE = (13, 12)
 
 
 @cache
