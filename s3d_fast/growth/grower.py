@@ -371,8 +371,8 @@ class Grower:
 
     def _restore(self, path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         state = state_of(path, tensors, record)
-        # Runs that do not say so had the paper's curvature.
-        differing = differences({"curvature": "paper"} | state.settings, self._settings())
+        # Runs that do not say so had the paper's curvature, and took all rows.
+        differing = differences({"curvature": "paper", "rows_per_sample": None} | state.settings, self._settings())
         if differing:
             raise ValueError(
                 f"out: {path.parent} holds a run with other settings: {', '.join(differing)}; give another folder, or "

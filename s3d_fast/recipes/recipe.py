@@ -51,7 +51,7 @@ def _one_of(*choices: str) -> Demand:
     return lambda name, value: require.choice(name, value, choices)
 
 
-def _require_steps(name: str, value: Any) -> None:
+def _require_number(name: str, value: Any) -> None:
     require.count(name, value, at_least=0)
 
 
@@ -78,7 +78,7 @@ class Recipe:
 
     widths: tuple[int, ...] = _setting("filters of every layer of the seed network", _each(require.count))
     steps: int = _setting(
-        "splitting steps; a phase of training comes before each, and one after the last", _require_steps
+        "splitting steps; a phase of training comes before each, and one after the last", _require_number
     )
     epochs: int = _setting("epochs per phase", require.count)
     batch_size: int = _setting("samples per training batch", require.count)
@@ -120,8 +120,10 @@ class Recipe:
     memory_budget: str | None = _setting(
         "memory for the splitting operators, such as 4GiB; no limit by default", as_bytes
     )
-    rows_per_sample: int | None = _setting(
-        "random positions of every sample and layer that the splitting matrices are computed on", require.count, 64
+    rows_per_sample: int = _setting(
+        "random positions of every sample and layer that the splitting matrices are computed on; 0 takes all",
+        _require_number,
+        64,
     )
     tol: float | None = _setting(
         "accuracy of eigenpairs, relative to the spectral radius; by default the noise of the data decides",

@@ -233,8 +233,8 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
     arguments: dict[str, Any] = {
         "eps": recipe.eps,
         "curvature": recipe.curvature,
-        "solver": {} if recipe.tol is None else {"tol": recipe.tol},
-        "rows_per_sample": recipe.rows_per_sample,
+        "solver": {"solver": "auto", **({} if recipe.tol is None else {"tol": recipe.tol})},
+        "rows_per_sample": recipe.rows_per_sample or None,
         "memory_budget": recipe.memory_budget,
         "evaluate": lambda trained: evaluate(trained, test, last, world),
         "world": world,
@@ -397,14 +397,18 @@ def _about(job: Job, resume: bool) -> dict[str, Any]:
     return about
 
 
+# What settings were before they could be set.
+BEFORE = {"curvature": "paper", "rows_per_sample": 0}
+
+
 def _fixed(value: Any) -> Any:
     """Return the part of a value that must not change when a run resumes.
 
     The number of steps, the memory budget and the batch size for splitting may change. A setting that an older version
-    did not have counts as None; its curvature was the paper's.
+    did not have counts as None; its curvature was the paper's, and it took all rows.
     """
     if not isinstance(value, Mapping):
         return value
     free = ("steps", "memory_budget", "split_batch")
     kept = {name: setting for name, setting in value.items() if name not in free and setting is not None}
-    return {name: setting for name, setting in kept.items() if (name, setting) != ("curvature", "paper")}
+    return {name: setting for name, setting in kept.items() if BEFORE.get(name) != setting}

@@ -11,7 +11,7 @@ from torch import nn
 from s3d_fast import recipes
 from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.recipes.baselines import parameter_count
-from s3d_fast.recipes.running import make_network
+from s3d_fast.recipes.running import BEFORE, make_network
 from s3d_fast.records.json_records import shown
 from s3d_fast.records.run_folder import RunFolder
 
@@ -55,14 +55,14 @@ def saved_network(run: Path, phase: int | None) -> tuple[dict[str, Any], Path]:
 
 
 def recipe_of(about: dict[str, Any]) -> recipes.Recipe:
-    """Return the recipe of a run, with its settings; a run that does not say so had the paper's curvature.
+    """Return the recipe of a run, with its settings; what it does not say was as before it could be set.
 
     Raises:
         ValueError: there is no such recipe or preset, or a setting is bad.
     """
     try:
         recipe = recipes.recipe(about["recipe"], recipes.preset_today(about["recipe"], about["preset"]))
-        return recipe.with_settings({"curvature": "paper"} | about["settings"])
+        return recipe.with_settings(BEFORE | about["settings"])
     except ValueError as error:
         raise ValueError(f"run.json: {error}") from error
 

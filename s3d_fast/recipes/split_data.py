@@ -89,7 +89,7 @@ class SplitData:
             units=units,
             curvature=self.recipe.curvature,
             eps=self.recipe.eps,
-            rows_per_sample=self.recipe.rows_per_sample,
+            rows_per_sample=self.recipe.rows_per_sample or None,
         )
 
     def _affordable(self, epoch_seconds: float | None) -> int:
