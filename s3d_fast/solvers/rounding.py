@@ -9,8 +9,8 @@ from s3d_fast.operators import SplittingOperator
 
 # The error of a product, in units of the machine epsilon times sum_n |C_n| |x_n|^2.
 ROUNDING = 5
-# Sums below so many of the smallest normal numbers have terms that lose digits by underflow.
-UNDERFLOW = 2.0**10
+# What underflow may add to a product, in units of the smallest normal number.
+UNDERFLOW = 16
 
 
 def rounding_error(operator: SplittingOperator, values: Tensor) -> Tensor:  # (2, M) -> (M,)
@@ -21,8 +21,7 @@ def rounding_error(operator: SplittingOperator, values: Tensor) -> Tensor:  # (2
     size = operator.magnitude()
     size = values.abs().amax(0) if size is None else size.to(values)
     numbers = torch.finfo(operator.dtype)
-    size = torch.where(size > 0, size.clamp(min=UNDERFLOW * numbers.tiny), 0)
-    return ROUNDING * numbers.eps * size
+    return torch.where(size > 0, ROUNDING * numbers.eps * size + UNDERFLOW * numbers.tiny, 0)
 
 
 def in_double(operator: SplittingOperator, V: Tensor, filters: Tensor, backend: str) -> tuple[Tensor, Tensor] | None:

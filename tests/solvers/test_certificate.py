@@ -151,11 +151,14 @@ def test_residuals_hold_where_spaces_are_exhausted(rank: int) -> None:
     assert bool(spectrum.converged.all())
 
 
+@pytest.mark.parametrize("share", [1.0, 0.01])
+@pytest.mark.parametrize("scale", [1e-41, 1e-39, 1e-37])
 @pytest.mark.parametrize("solver", ["lanczos", "exact", "rayleigh"])
-def test_residuals_hold_where_numbers_underflow(solver: str) -> None:
-    """Dead neurons have coefficients below the smallest normal number of float32, 1.2e-38."""
+def test_residuals_hold_where_numbers_underflow(solver: str, scale: float, share: float) -> None:
+    """Dead neurons have few coefficients, below the smallest normal number of float32, 1.2e-38."""
     generator = torch.Generator().manual_seed(6)
-    X, C = torch.randn(100, 16, generator=generator), 1e-41 * torch.randn(100, 200, generator=generator)
+    X, C = torch.randn(100, 16, generator=generator), scale * torch.randn(100, 200, generator=generator)
+    C = C * (torch.rand(100, 200, generator=generator) < share)
     spectrum = extremal_eigenpairs((X, C), solver, tol=1e-2)
     S = torch.einsum("nm,nd,ne->mde", C.double(), X.double(), X.double())
     for value, vector, residual in (
