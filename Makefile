@@ -37,6 +37,7 @@ bench: $(READY) ## Time everything against the reference, with DEVICE=cuda on a 
 	rm -f runs/bench.json
 	S3D_DEVICE=$(DEVICE) $(BIN)/python -m pytest -q -rs -W default benchmarks --benchmark-enable --benchmark-json=runs/bench.json
 	$(BIN)/python -m benchmarks.table runs/bench.json > runs/benchmarks.md
+	$(if $(filter cpu,$(DEVICE)),$(BIN)/python -m benchmarks.kept_table docs/kept.json >> runs/benchmarks.md)
 	cat runs/benchmarks.md
 
 # A copy of the package with a checked build of the extension, and the tests beside it.

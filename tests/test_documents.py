@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kept_table import section
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # Pages of the site that are made from other files: docs/pages.py.
@@ -65,6 +67,12 @@ def test_the_pictures_are_up_to_date() -> None:
     first, last = (runs["s3d-0"]["phases"][place]["params"] for place in (0, -1))
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"a network of {first} parameters grows to {last}" in readme
+
+
+def test_the_tables_of_what_is_kept_show_their_record() -> None:
+    record = json.loads((ROOT / "docs" / "kept.json").read_text())
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert page.endswith(section(record)), "append the output of python -m benchmarks.kept_table docs/kept.json"
 
 
 def test_the_picture_of_growth_comes_from_the_commands_that_it_names() -> None:

@@ -110,8 +110,8 @@ def capture(
         sharpness: the sharpness of the softplus that stands in for kinks, in place of the scale of the step.
         rows_per_sample: keep so many random positions of every sample and layer, weighted such that the expectation of
             S stays the same; None keeps all. 64, which `Grower` uses, lose little and save most of the time on large
-            maps: more samples are worth more than more positions. Depthwise chains, EdgeConv layers, layers under a
-            maximum and general chains keep all positions.
+            maps: more samples are worth more than more positions. Behind depthwise layers and pools, positions are
+            drawn in tiles. EdgeConv layers, maxima over whole maps or with padding, and general chains keep all.
         memory_budget: the bytes that the operators may hold in memory, as a number or as a string such as "4GiB". Small
             matrices are formed. The other units keep their rows and coefficients as they come, in bfloat16, in a
             scratch file, or not at all: the first of these that fits. `Captured.report()` shows the choice. With a
