@@ -32,6 +32,11 @@ def but_for(value: float, at: int = -1) -> Change:
     return change
 
 
+def narrow(change: Change) -> Change:
+    """Return a change of a tensor of int64 that makes it int32 first."""
+    return lambda index: change(index.int())
+
+
 def first(change: Change) -> Change:
     """Return a change of the first item of a list."""
     return lambda items: [change(items[0]), *items[1:]]
@@ -210,8 +215,6 @@ DTYPES: list[tuple[str, int, Change]] = [
     *(
         (name, position, change)
         for name, position in [
-            ("edgeconv_matvec", 1),
-            ("edgeconv_matvec", 5),
             ("tied_maps", 2),
             ("tied_maps", 3),
             ("krylov_extend", 4),
@@ -220,13 +223,17 @@ DTYPES: list[tuple[str, int, Change]] = [
         ]
         for change in (Tensor.int, Tensor.double)
     ),
+    *(("edgeconv_matvec", position, change) for position in (1, 5) for change in (Tensor.short, Tensor.double)),
 ]
 
 WINNERS: list[tuple[str, int, Change]] = [
-    ("edgeconv_matvec", position, but_for(value, at))
+    ("edgeconv_matvec", position, change)
     for position in (1, 5)
-    for value in (5, -1, 2**40, -(2**63))
     for at in (0, -1)
+    for change in (
+        *(but_for(value, at) for value in (5, -1, 2**40, -(2**63))),
+        *(narrow(but_for(value, at)) for value in (5, -1, 2**31 - 1, -(2**31))),
+    )
 ]
 RANGES: list[tuple[str, int, Change]] = [
     *(("grow_weights", 1, first(but_for(value))) for value in (3, -1, 2**62)),
