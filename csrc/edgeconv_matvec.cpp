@@ -23,7 +23,7 @@ struct TieTensors {
     OptionalTensor runner, K, d1, d2;
 };
 
-template <typename T>
+template <typename T, typename Index>
 class EdgeConvProduct {
  public:
     // The last dimension of `winner` and of `ties.runner` is contiguous.
@@ -33,7 +33,7 @@ class EdgeConvProduct {
           X_(X),
           C_(C),
           V_(V),
-          winner_(data_of<int64_t>(winner)),
+          winner_(data_of<Index>(winner)),
           winner_strides_{winner.stride(0), winner.stride(1)},
           cloud_strides_{X.stride(0), C.stride(0)},
           out_(mutable_data_of<T>(out)),
@@ -46,7 +46,7 @@ class EdgeConvProduct {
           slices_(std::clamp<int64_t>(ceil_div(thread_count() * tasks_per_thread, panels_.size()), 1, clouds_)),
           partials_(new T[slices_ * panels_.size() * sums_size_]) {
         if (!ties.runner) return;
-        runner_ = data_of<int64_t>(*ties.runner);
+        runner_ = data_of<Index>(*ties.runner);
         runner_strides_[0] = ties.runner->stride(0);
         runner_strides_[1] = ties.runner->stride(1);
         for (const auto& tensor : {ties.K, ties.d1, ties.d2}) {
@@ -106,7 +106,7 @@ class EdgeConvProduct {
         for (int64_t cloud = clouds_ * slice / slices_; cloud < clouds_ * (slice + 1) / slices_; ++cloud) {
             const RowTiles<T> X(X_.shifted(cloud * cloud_strides_[0]), false);
             const Matrix<T> C = C_.shifted(cloud * cloud_strides_[1]);
-            const int64_t* winner = winner_ + cloud * winner_strides_[0] + place.first;
+            const Index* winner = winner_ + cloud * winner_strides_[0] + place.first;
             for (int64_t row = 0; row < points_; row += tile_rows) {
                 const int64_t rows = std::min(tile_rows, points_ - row);
                 const T* x = X.get(row, rows, x_copy);
@@ -118,10 +118,10 @@ class EdgeConvProduct {
                 const T* x = X.get(row, rows, x_copy);
                 kernel_.wide().project(x, X.stride(), rows, features_, b_less_a, nullptr, {}, t);
                 const CoefficientTile<T> c(C, row, rows, place, c_copy);
-                const Ties<T> ties = ties_of(cloud, row, rows, place, tie_copies);
-                if (!kernel_.exchange(winner + row * winner_strides_[1], winner_strides_[1], row, rows, points_,
-                                      place.count, c.data, c.stride, runner_ ? &ties : nullptr, offset, projected,
-                                      received, t)) {
+                const Ties<T, Index> ties = ties_of(cloud, row, rows, place, tie_copies);
+                if (!kernel_.template exchange<Index>()(winner + row * winner_strides_[1], winner_strides_[1], row,
+                                                        rows, points_, place.count, c.data, c.stride,
+                                                        runner_ ? &ties : nullptr, offset, projected, received, t)) {
                     return false;
                 }
                 kernel_.wide().accumulate(x, X.stride(), rows, features_, t, nullptr, sums_b);
@@ -136,8 +136,8 @@ class EdgeConvProduct {
         return true;
     }
 
-    Ties<T> ties_of(int64_t cloud, int64_t row, int64_t rows, const PanelPlace& place, T** copies) const {
-        Ties<T> ties{};
+    Ties<T, Index> ties_of(int64_t cloud, int64_t row, int64_t rows, const PanelPlace& place, T** copies) const {
+        Ties<T, Index> ties{};
         if (!runner_) return ties;
         ties.runner = runner_ + cloud * runner_strides_[0] + row * runner_strides_[1] + place.first;
         ties.runner_stride = runner_strides_[1];
@@ -155,7 +155,7 @@ class EdgeConvProduct {
     const Kernels<T>& kernel_;
     const Matrix<T> X_, C_;  // of the first cloud
     const Vectors<T> V_;
-    const int64_t* const winner_;
+    const Index* const winner_;
     const int64_t winner_strides_[2], cloud_strides_[2];
     T* const out_;
     const bool bias_;
@@ -163,14 +163,16 @@ class EdgeConvProduct {
     const PanelGrid panels_;
     const int64_t sums_size_, slices_;
     const std::unique_ptr<T[]> partials_;  // (slices, panels, 2 features + 1, width)
-    const int64_t* runner_ = nullptr;
+    const Index* runner_ = nullptr;
     int64_t runner_strides_[2];
     std::vector<Matrix<T>> tie_coefficients_;  // K, or K, d1 and d2, of the first cloud
     std::vector<int64_t> tie_strides_;         // between clouds
 };
 
 void check_index(const char* name, const Tensor& index, const Tensor& C) {
-    check_dtype(name, index, ScalarType::Long);
+    const ScalarType type = dtype_of(index);
+    CHECK_TYPE(type == ScalarType::Int || type == ScalarType::Long, name, " must be ", ScalarType::Int, " or ",
+               ScalarType::Long, ", got ", type);
     CHECK_VALUE(index.sizes() == C.sizes(), name, " must have shape ", C.sizes(), ", got ", index.sizes());
     check_device(name, index);
 }
@@ -204,11 +206,22 @@ Tensor edgeconv_matvec(const Tensor& X, const Tensor& winner, const Tensor& C, c
     check(X, winner, C, V, bias, runner, K, d1, d2);
     Tensor result = new_like(V);
     if (result.numel() == 0 || C.numel() == 0) return torch::stable::zero_(result);
-    const auto dense = [](const Tensor& index) { return index.stride(-1) == 1 ? index : as_contiguous(index); };
+    // Indices of two types are read as the wider one.
+    const bool is_narrow =
+        winner.scalar_type() == ScalarType::Int && (!runner || runner->scalar_type() == ScalarType::Int);
+    const auto dense = [&](const Tensor& index) {
+        const Tensor same = to_dtype(index, is_narrow ? ScalarType::Int : ScalarType::Long);
+        return same.stride(-1) == 1 ? same : as_contiguous(same);
+    };
     TieTensors ties{runner, K, d1, d2};
     if (runner) ties.runner = dense(*runner);
-    with_dtype(V.scalar_type(),
-               [&]<typename T>() { EdgeConvProduct<T>(X, dense(winner), C, ties, V, bias, result).run(); });
+    with_dtype(V.scalar_type(), [&]<typename T>() {
+        if (is_narrow) {
+            EdgeConvProduct<T, int32_t>(X, dense(winner), C, ties, V, bias, result).run();
+        } else {
+            EdgeConvProduct<T, int64_t>(X, dense(winner), C, ties, V, bias, result).run();
+        }
+    });
     return result;
 }
 

@@ -64,15 +64,28 @@ struct KinkWidths {
 };
 
 // The runners-up of EdgeConv's maxima, with their coefficients and slopes, for some rows and the filters of a panel.
-template <typename T>
+template <typename T, typename Index>
 struct Ties {
-    const int64_t* runner;
+    const Index* runner;
     int64_t runner_stride;
     const T* K;
     int64_t k_stride;
     const T *d1, *d2;  // null if all slopes are 1
     int64_t d1_stride, d2_stride;
 };
+
+// The exchange between the points of a cloud. For each of `rows` points, n, where `first` is the first point, with
+// w = winner[n, :] and u = t[n, :] + offset[:] + projected[w, :],
+//     t[n, :] = C[n, :] * u,  received[w, :] += t[n, :],  received[first + n, :] -= t[n, :].
+// With ties, r = runner[n, :] and tau = K[n, :] * (d1[n, :] * u - d2[n, :] * u'), where u' has r in place of w; in
+// addition, received[w, :] += d1 * tau, received[r, :] -= d2 * tau, and t[n, :] += (d1 - d2) * tau before it is
+// subtracted. If d1 and d2 are null, both are 1.
+// t, projected and received are panels of the largest width, and the first `count` columns are filters. The loop
+// stops and returns false if a winner or a runner-up is not in [0, points).
+template <typename T, typename Index>
+using ExchangeLoop = bool (*)(const Index* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
+                              int64_t count, const T* C, int64_t c_stride, const Ties<T, Index>* ties, const T* offset,
+                              const T* projected, T* received, T* t);
 
 // Windows of `taps` places, one after the other: window i begins i * advance places later than the first. With channels
 // c, u[t] = weight[t][c] * d[i * advance * channels + d_place[t] + c], and entry (t, s) of the lower triangle G is
@@ -155,17 +168,17 @@ struct Kernels {
     // `work` has room for 2 * lanes * taps entries.
     void (*window_norms)(const Windows<T>& windows, int64_t channels, T* work, T* out);
 
-    // The exchange between the points of a cloud. For each of `rows` points, n, where `first` is the first point, with
-    // w = winner[n, :] and u = t[n, :] + offset[:] + projected[w, :],
-    //     t[n, :] = C[n, :] * u,  received[w, :] += t[n, :],  received[first + n, :] -= t[n, :].
-    // With ties, r = runner[n, :] and tau = K[n, :] * (d1[n, :] * u - d2[n, :] * u'), where u' has r in place of w; in
-    // addition, received[w, :] += d1 * tau, received[r, :] -= d2 * tau, and t[n, :] += (d1 - d2) * tau before it is
-    // subtracted. If d1 and d2 are null, both are 1.
-    // t, projected and received are panels of the largest width, and the first `count` columns are filters. The loop
-    // stops and returns false if a winner or a runner-up is not in [0, points).
-    bool (*exchange)(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
-                     int64_t count, const T* C, int64_t c_stride, const Ties<T>* ties, const T* offset,
-                     const T* projected, T* received, T* t);
+    // The exchange between the points of an EdgeConv layer, for either type of indices.
+    ExchangeLoop<T, int32_t> exchange_int32;
+    ExchangeLoop<T, int64_t> exchange_int64;
+    template <typename Index>
+    ExchangeLoop<T, Index> exchange() const {
+        if constexpr (sizeof(Index) == sizeof(int32_t)) {
+            return exchange_int32;
+        } else {
+            return exchange_int64;
+        }
+    }
 
     // Y[n, p] = X[n, a] X[n, b] for pairs a <= b in the order (0, 0), (0, 1), ..., (1, 1), .... Pair `first` is the
     // first of `pairs` pairs. The loop reads up to lanes - 1 entries beyond the end of a row of X, and writes as many

@@ -153,10 +153,13 @@ def test_shapes_and_indices_of_an_edgeconv_must_match(call: Callable[[], object]
         (lambda: s3d.PointwiseOperator(X.double(), C), r"C must be torch\.float64 .*got torch\.float32"),
         (lambda: conv(IMAGE, IMAGE_C.double(), IMAGE_V), r"C must be torch\.float32 .*got torch\.float64"),
         (
-            lambda: s3d.EdgeConvOperator(POINTS, WINNER.int(), POINTS_C),
-            r"winner must be an int64 tensor, got torch\.int32",
+            lambda: s3d.EdgeConvOperator(POINTS, WINNER.short(), POINTS_C),
+            r"winner must be an int32 or int64 tensor, got torch\.int16",
         ),
-        (lambda: s3d.EdgeConvOperator(POINTS, WINNER.tolist(), POINTS_C), r"winner must be an int64 tensor, got list"),
+        (
+            lambda: s3d.EdgeConvOperator(POINTS, WINNER.tolist(), POINTS_C),
+            r"winner must be an int32 or int64 tensor, got list",
+        ),
         (
             lambda: s3d.curvature_coefficients(C, C.double(), s3d.activation("silu")),
             r"z must be torch\.float32 .*g.* got torch\.float64",

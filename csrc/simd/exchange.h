@@ -2,16 +2,23 @@
 
 // The loop prefetches this number of rows ahead. It reads winners and coefficients once, a few bytes per row, and
 // hardware does not predict that.
-constexpr int64_t rows_ahead = 8;
+constexpr int64_t rows_ahead = 12;
 
 template <typename T>
 struct Exchange {
+    // The loops handle this number of columns at a time: few enough that the places of winners and runners-up stay in
+    // registers between gather and scatter.
+    static constexpr int part = 16 / sizeof(T);
+    using Part = Vector<T, 16>;
+    using Places = uint64_t[part];
+
     // place[j] = where entry j of a panel's row `index[j]` is. Returns a number whose sign bit is set if an index is
     // not in [0, points).
-    static S3D_INLINE uint64_t find(const int64_t* index, int64_t count, int64_t points, uint64_t* place) {
+    template <typename Index>
+    static S3D_INLINE uint64_t find(const Index* index, int64_t count, int64_t points, uint64_t* place) {
         uint64_t out_of_range = 0;
         for (int64_t j = 0; j < count; ++j) {
-            const uint64_t point = static_cast<uint64_t>(index[j]);
+            const uint64_t point = static_cast<uint64_t>(static_cast<int64_t>(index[j]));
             // This sets the sign bit if the index is negative or beyond the last point.
             out_of_range |= point | (static_cast<uint64_t>(points) - 1 - point);
             place[j] = point * width<T> + j;
@@ -19,12 +26,30 @@ struct Exchange {
         return out_of_range;
     }
 
-    static S3D_INLINE Vector<T> gather(const T* from, const uint64_t* place) {
-        Vector<T> gathered;
-#pragma GCC unroll 16
-        for (int i = 0; i < lanes<T>; ++i) gathered[i] = from[place[i]];
-        return gathered;
+    // Makes the compiler load the places of a row from memory, one instruction each. Otherwise it takes them out of the
+    // vectors that computed them, which takes several.
+    static S3D_INLINE void spill(uint64_t* place) { asm("" : "+m"(*reinterpret_cast<uint64_t (*)[width<T>]>(place))); }
+
+    static S3D_INLINE void take(const uint64_t* from, Places& to) {
+#pragma GCC unroll 4
+        for (int i = 0; i < part; ++i) to[i] = from[i];
     }
+
+    // The initializer becomes insertions of entries from memory. Assignments to entries would become masked broadcasts.
+    static S3D_INLINE Part gather(const T* from, const Places& place) {
+        if constexpr (part == 4) {
+            return Part{from[place[0]], from[place[1]], from[place[2]], from[place[3]]};
+        } else {
+            return Part{from[place[0]], from[place[1]]};
+        }
+    }
+
+    static S3D_INLINE void scatter(Part sent, const Places& place, T* to) {
+#pragma GCC unroll 4
+        for (int i = 0; i < part; ++i) to[place[i]] += sent[i];
+    }
+
+    static S3D_INLINE Part load_part(const T* from) { return load<T, 16>(from); }
 
     // Prefetches `count` entries of the row that is `rows_ahead` rows later, and with them every line of memory.
     template <typename Entry>
@@ -54,13 +79,13 @@ struct Exchange {
     }
 
     // `columns` is the width of a panel if all its columns are filters, and 0 otherwise.
-    template <int columns>
-    static S3D_INLINE bool some(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows,
-                                int64_t points, int64_t filters, const T* C, int64_t c_stride, const T* offset,
-                                const T* projected, T* received, T* t) {
+    template <int columns, typename Index>
+    static S3D_INLINE bool some(const Index* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
+                                int64_t filters, const T* C, int64_t c_stride, const T* offset, const T* projected,
+                                T* received, T* t) {
         const int64_t count = columns ? columns : filters;
         for (int64_t n = 0; n < rows; ++n) {
-            const int64_t* from = winner + n * winner_stride;
+            const Index* from = winner + n * winner_stride;
             const T* c = C + n * c_stride;
             T* own = t + n * width<T>;
             prefetch(from, winner_stride, count);
@@ -68,14 +93,16 @@ struct Exchange {
             uint64_t place[width<T>];
             if (find(from, count, points, place) >> 63) return false;
             if constexpr (columns > 0) {
-#pragma GCC unroll 4
-                for (int v = 0; v < tile_vectors; ++v) {
-                    const int start = v * lanes<T>;
-                    const Vector<T> gathered = gather(projected, place + start);
-                    store<T>(own + start, load(c + start) * (load(own + start) + load(offset + start) + gathered));
-                }
+                spill(place);
 #pragma GCC unroll 32
-                for (int j = 0; j < columns; ++j) received[place[j]] += own[j];
+                for (int at = 0; at < columns; at += part) {
+                    Places to;
+                    take(place + at, to);
+                    const Part u = load_part(own + at) + load_part(offset + at) + gather(projected, to);
+                    const Part kept = load_part(c + at) * u;
+                    store<T, 16>(own + at, kept);
+                    scatter(kept, to, received);
+                }
             } else {
                 for (int64_t j = 0; j < count; ++j) own[j] = c[j] * (own[j] + offset[j] + projected[place[j]]);
                 for (int64_t j = 0; j < count; ++j) received[place[j]] += own[j];
@@ -86,14 +113,15 @@ struct Exchange {
         return true;
     }
 
-    template <int columns, bool sloped>
-    static S3D_INLINE bool some_tied(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows,
-                                     int64_t points, int64_t filters, const T* C, int64_t c_stride, const Ties<T>& ties,
-                                     const T* offset, const T* projected, T* received, T* t) {
+    template <int columns, bool sloped, typename Index>
+    static S3D_INLINE bool some_tied(const Index* winner, int64_t winner_stride, int64_t first, int64_t rows,
+                                     int64_t points, int64_t filters, const T* C, int64_t c_stride,
+                                     const Ties<T, Index>& ties, const T* offset, const T* projected, T* received,
+                                     T* t) {
         const int64_t count = columns ? columns : filters;
         for (int64_t n = 0; n < rows; ++n) {
-            const int64_t* from = winner + n * winner_stride;
-            const int64_t* other = ties.runner + n * ties.runner_stride;
+            const Index* from = winner + n * winner_stride;
+            const Index* other = ties.runner + n * ties.runner_stride;
             const T* c = C + n * c_stride;
             const T* k = ties.K + n * ties.k_stride;
             const T* d1 = sloped ? ties.d1 + n * ties.d1_stride : k;
@@ -109,31 +137,32 @@ struct Exchange {
             }
             uint64_t place[width<T>], second[width<T>];
             if ((find(from, count, points, place) | find(other, count, points, second)) >> 63) return false;
-            T sent[width<T>], back[width<T>];
             if constexpr (columns > 0) {
-#pragma GCC unroll 4
-                for (int v = 0; v < tile_vectors; ++v) {
-                    const int at = v * lanes<T>;
-                    Vector<T> kept = load(own + at) + load(offset + at), to_winner, to_runner;
-                    tie<sloped, Vector<T>>(load(c + at), load(k + at), load(d1 + at), load(d2 + at),
-                                           gather(projected, place + at), gather(projected, second + at), kept,
-                                           to_winner, to_runner);
-                    store<T>(own + at, kept);
-                    store<T>(sent + at, to_winner);
-                    store<T>(back + at, to_runner);
+                spill(place);
+                spill(second);
+#pragma GCC unroll 32
+                for (int at = 0; at < columns; at += part) {
+                    Places to, to_second;
+                    take(place + at, to);
+                    take(second + at, to_second);
+                    Part kept = load_part(own + at) + load_part(offset + at), sent, back;
+                    tie<sloped, Part>(load_part(c + at), load_part(k + at), load_part(d1 + at), load_part(d2 + at),
+                                      gather(projected, to), gather(projected, to_second), kept, sent, back);
+                    store<T, 16>(own + at, kept);
+                    scatter(sent, to, received);
+                    scatter(back, to_second, received);
                 }
             } else {
                 for (int64_t j = 0; j < count; ++j) {
-                    own[j] += offset[j];
-                    tie<sloped, T>(c[j], k[j], d1[j], d2[j], projected[place[j]], projected[second[j]], own[j], sent[j],
-                                   back[j]);
+                    T kept = own[j] + offset[j], sent, back;
+                    tie<sloped, T>(c[j], k[j], d1[j], d2[j], projected[place[j]], projected[second[j]], kept, sent,
+                                   back);
+                    own[j] = kept;
+                    received[place[j]] += sent;
+                    received[second[j]] += back;
                 }
                 for (int64_t j = count; j < width<T>; ++j) own[j] = 0;
             }
-#pragma GCC unroll 32
-            for (int64_t j = 0; j < count; ++j) received[place[j]] += sent[j];
-#pragma GCC unroll 32
-            for (int64_t j = 0; j < count; ++j) received[second[j]] += back[j];
             give(received + (first + n) * width<T>, own);
         }
         return true;
@@ -147,10 +176,10 @@ struct Exchange {
         }
     }
 
-    template <int columns>
-    static S3D_INLINE bool any(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows,
-                               int64_t points, int64_t count, const T* C, int64_t c_stride, const Ties<T>* ties,
-                               const T* offset, const T* projected, T* received, T* t) {
+    template <int columns, typename Index>
+    static S3D_INLINE bool any(const Index* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
+                               int64_t count, const T* C, int64_t c_stride, const Ties<T, Index>* ties, const T* offset,
+                               const T* projected, T* received, T* t) {
         if (!ties) {
             return some<columns>(winner, winner_stride, first, rows, points, count, C, c_stride, offset, projected,
                                  received, t);
@@ -163,8 +192,9 @@ struct Exchange {
                                          projected, received, t);
     }
 
-    static bool run(const int64_t* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
-                    int64_t count, const T* C, int64_t c_stride, const Ties<T>* ties, const T* offset,
+    template <typename Index>
+    static bool run(const Index* winner, int64_t winner_stride, int64_t first, int64_t rows, int64_t points,
+                    int64_t count, const T* C, int64_t c_stride, const Ties<T, Index>* ties, const T* offset,
                     const T* projected, T* received, T* t) {
         if (count == width<T>) {
             return any<width<T>>(winner, winner_stride, first, rows, points, count, C, c_stride, ties, offset,

@@ -156,7 +156,7 @@ def require_edgeconv(X: Tensor, winner: Tensor, C: Tensor, check_finite: bool = 
     _require_pair(X, C, ("B", "P", "F"))
     require.shape("C", C, (*X.shape[:2], "M"))
     _require_finite(X, C, check_finite)
-    _require_index("winner", winner, X, C.shape, X.shape[1], check_finite)
+    _require_index("winner", winner, X, C.shape, X.shape[1], check_finite, dtypes.INDEX_DTYPES)
 
 
 def require_edge_ties(
@@ -173,7 +173,7 @@ def require_edge_ties(
         raise ValueError("runner and K must be given together, and d1 and d2 together with both of them")
     if runner is None or K is None:
         return None
-    _require_index("runner", runner, X, C.shape, X.shape[1], check_finite)
+    _require_index("runner", runner, X, C.shape, X.shape[1], check_finite, dtypes.INDEX_DTYPES)
     for name, tensor in (("K", K), ("d1", d1), ("d2", d2)):
         if tensor is not None:
             _require_like_rows(name, tensor, X, tuple(C.shape), check_finite)
@@ -235,10 +235,19 @@ def _require_pair(X: Tensor, C: Tensor, shape: Sequence[str]) -> None:
     require.agreement("C", C, "X", X)
 
 
-def _require_index(name: str, index: Tensor, X: Tensor, shape: Sequence[int], size: int, check_values: bool) -> None:
-    """Raise unless the index is int64, of this shape, on the device of X; `check_values`: and in [0, size)."""
-    if not isinstance(index, Tensor) or index.dtype != torch.int64:
-        raise TypeError(f"{name} must be an int64 tensor, got {getattr(index, 'dtype', type(index).__name__)}")
+def _require_index(
+    name: str,
+    index: Tensor,
+    X: Tensor,
+    shape: Sequence[int],
+    size: int,
+    check_values: bool,
+    allowed: Sequence[torch.dtype] = (torch.int64,),
+) -> None:
+    """Raise unless the index is of these dtypes and shape, on the device of X; `check_values`: and in [0, size)."""
+    if not isinstance(index, Tensor) or index.dtype not in allowed:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise TypeError(f"{name} must be an {names} tensor, got {getattr(index, 'dtype', type(index).__name__)}")
     require.shape(name, index, tuple(shape))
     if index.device != X.device:
         raise ValueError(f"{name} must be on {X.device} like X, got {index.device}")

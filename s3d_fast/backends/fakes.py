@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.base import require
-from s3d_fast.base.dtypes import COMPUTE_DTYPES, HALF_DTYPES, compute_dtype
+from s3d_fast.base.dtypes import COMPUTE_DTYPES, HALF_DTYPES, INDEX_DTYPES, compute_dtype
 
 # As many kinks as csrc/kernels.h has room for.
 _MOST_KINKS = 8
@@ -135,7 +135,7 @@ def edgeconv_matvec(
         raise ValueError("runner and K must be given together, and d1 and d2 with both of them")
     for name, index in (("winner", winner), ("runner", runner)):
         if index is not None:
-            _require_like(name, index, torch.int64, V.device)
+            _require_one_of(name, index, INDEX_DTYPES, V.device)
             require.shape(name, index, C.shape)
     for name, ties in (("K", K), ("d1", d1), ("d2", d2)):
         if ties is not None:
@@ -413,15 +413,15 @@ def _require_compute_dtype(name: str, tensor: Tensor) -> None:
 
 
 def _require_like(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+    _require_one_of(name, tensor, (dtype,), device)
 
 
 def _require_stored(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """Raise unless the tensor is on the device and stored in the dtype, or in 16 bits if that is float32."""
-    allowed = (dtype, *HALF_DTYPES) if dtype == torch.float32 else (dtype,)
+    _require_one_of(name, tensor, (dtype, *HALF_DTYPES) if dtype == torch.float32 else (dtype,), device)
+
+
+def _require_one_of(name: str, tensor: Tensor, allowed: Sequence[torch.dtype], device: torch.device) -> None:
     if tensor.dtype not in allowed:
         raise TypeError(f"{name} must be {' or '.join(map(str, allowed))}, got {tensor.dtype}")
     if tensor.device != device:

@@ -250,7 +250,7 @@ def conv_matvec(
 
 def edgeconv_matvec(
     X: Tensor,  # (B, P, F)
-    winner: Tensor,  # (B, P, M), int64
+    winner: Tensor,  # (B, P, M), int32 or int64
     C: Tensor,  # (B, P, M)
     V: Tensor,  # (M, 2 F) or (K, M, 2 F); 2 F + 1 with bias
     *,
@@ -258,7 +258,7 @@ def edgeconv_matvec(
     backend: str = "auto",
     check_finite: bool = True,
     incoming: Incoming | None = None,
-    runner: Tensor | None = None,  # (B, P, M), int64
+    runner: Tensor | None = None,  # (B, P, M), int32 or int64
     K: Tensor | None = None,  # (B, P, M)
     d1: Tensor | None = None,  # (B, P, M)
     d2: Tensor | None = None,  # (B, P, M)

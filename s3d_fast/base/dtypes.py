@@ -7,6 +7,8 @@ import torch
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 COMPUTE_DTYPES = (torch.float32, torch.float64)
 FLOAT_DTYPES = COMPUTE_DTYPES + HALF_DTYPES
+# Of the winners and runners-up of EdgeConv.
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:

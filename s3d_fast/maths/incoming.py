@@ -20,10 +20,10 @@ class Incoming(NamedTuple):
         return Incoming(*(tensor[..., filters].contiguous() for tensor in self))
 
 
-def incoming_edges(winner: Tensor) -> Incoming:  # (B, P, M), int64
+def incoming_edges(winner: Tensor) -> Incoming:  # (B, P, M), int32 or int64
     """Return the winning edges, sorted by the point they come in at. All products with a layer can share them."""
     ordered, order = winner.mT.contiguous().sort(stable=True)
-    points = torch.arange(winner.shape[1] + 1, device=winner.device).expand(*order.shape[:2], -1)
+    points = torch.arange(winner.shape[1] + 1, dtype=winner.dtype, device=winner.device).expand(*order.shape[:2], -1)
     start = torch.searchsorted(ordered, points.contiguous())
     return Incoming(winner.to(torch.int32).contiguous(), _int32(order.mT), _int32(start.mT))
 

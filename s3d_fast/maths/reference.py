@@ -319,7 +319,7 @@ def edgeconv_matvec(
     X, C = X.to(V.dtype), C.to(V.dtype)
     a, b = V[..., : X.shape[-1]], V[..., X.shape[-1] : 2 * X.shape[-1]]
     P = X @ a.mT.unsqueeze(-3)
-    index = winner.expand(P.shape)
+    index = winner.long().expand(P.shape)
     own = X @ (b - a).mT.unsqueeze(-3)
     if bias:
         own = own + V[..., None, None, :, -1]
@@ -327,7 +327,7 @@ def edgeconv_matvec(
     t = C * u
     received = torch.zeros_like(t).scatter_add(-2, index, t)
     if ties is not None:
-        second, K = ties.runner.expand(P.shape), ties.K.to(V.dtype)
+        second, K = ties.runner.long().expand(P.shape), ties.K.to(V.dtype)
         if ties.d1 is None or ties.d2 is None:
             forth = K * (P.gather(-2, index) - P.gather(-2, second))
             back = -forth

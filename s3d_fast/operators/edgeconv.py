@@ -24,10 +24,10 @@ class EdgeConvOperator(SplittingOperator):
     def __init__(
         self,
         X: Tensor,  # (B, P, F)
-        winner: Tensor,  # (B, P, M), int64
+        winner: Tensor,  # (B, P, M), int32 or int64
         C: Tensor,  # (B, P, M)
         *,
-        runner: Tensor | None = None,  # (B, P, M), int64
+        runner: Tensor | None = None,  # (B, P, M), int32 or int64
         K: Tensor | None = None,  # (B, P, M)
         d1: Tensor | None = None,  # (B, P, M)
         d2: Tensor | None = None,  # (B, P, M)
@@ -37,8 +37,13 @@ class EdgeConvOperator(SplittingOperator):
         require_edgeconv(X, winner, C, check_finite)
         require_edge_ties(X, C, runner, K, d1, d2, check_finite)
         self._describe(X, C, C.shape[2], 2 * X.shape[2] + bias)
-        self.X, self.winner, self.C, self.bias = X, winner, C, bias
-        self.runner, self.K, self.d1, self.d2 = runner, K, d1, d2
+        self.winner, self.runner = winner, runner
+        if check_finite:
+            # Products read the indices from memory, and 32 bits are half of the bytes. Only indices that were checked
+            # are narrowed: others might become ones in range.
+            self.winner, self.runner = winner.int(), None if runner is None else runner.int()
+        self.X, self.C, self.bias = X, C, bias
+        self.K, self.d1, self.d2 = K, d1, d2
         self._incoming: Incoming | None = None
         self._incoming_runners: Incoming | None = None
 
@@ -69,7 +74,7 @@ class EdgeConvOperator(SplittingOperator):
         squares = squared_lengths(self.X, False)[:, :, None].expand(-1, -1, self.shape[0])  # (B, P, M)
 
         def edges(ends: Tensor) -> Tensor:
-            return 2 * squares.gather(1, ends) + 3 * squares + self.bias
+            return 2 * squares.gather(1, ends.long()) + 3 * squares + self.bias
 
         total = (self.C.abs() * edges(self.winner)).sum((0, 1))
         if self.runner is None or self.K is None:

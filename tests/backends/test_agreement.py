@@ -194,6 +194,21 @@ def test_edgeconv_with_ties(backend: Backend, case: EdgeCase) -> None:
         assert_agrees(backend, "edgeconv_matvec", label=ties, **edges_of(case, case.B == 2, ties))
 
 
+@pytest.mark.parametrize("case", PAIRWISE_EDGES[1::2], ids=str)
+def test_edgeconv_with_indices_of_32_bits(backend: Backend, case: EdgeCase) -> None:
+    for ties in ("none", "plain", "sloped"):
+        given = edges_of(case, ties=ties)
+        wide = backend.edgeconv_matvec(**given)
+        given["winner"] = given["winner"].int()
+        if given["ties"] is not None:
+            # Indices of two types may meet.
+            mixed = backend.edgeconv_matvec(**given)
+            assert torch.equal(mixed, wide)
+            given["ties"] = given["ties"]._replace(runner=given["ties"].runner.int())
+        SV = assert_agrees(backend, "edgeconv_matvec", label=ties, **given)
+        assert torch.equal(SV, wide)
+
+
 def test_edgeconv_with_slopes_of_one_is_edgeconv_without_slopes(backend: Backend) -> None:
     given = edges_of(EdgeCase(2, 37, 5, 4, 6, bias=True, K=2), ties="plain")
     one = torch.ones_like(given["C"])

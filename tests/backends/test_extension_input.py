@@ -7,12 +7,15 @@ check the winners themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.backends.agreement import edge_ties
+from tests.cases import EdgeCase
 from tests.extension_cases import IN_PLACE, good_calls, on_meta, tensors_of
 
 pytest.importorskip("s3d_fast._C")
@@ -210,8 +213,6 @@ DTYPES: list[tuple[str, int, Change]] = [
     *(
         (name, position, change)
         for name, position in [
-            ("edgeconv_matvec", 1),
-            ("edgeconv_matvec", 5),
             ("tied_maps", 2),
             ("tied_maps", 3),
             ("krylov_extend", 4),
@@ -220,6 +221,7 @@ DTYPES: list[tuple[str, int, Change]] = [
         ]
         for change in (Tensor.int, Tensor.double)
     ),
+    *(("edgeconv_matvec", position, change) for position in (1, 5) for change in (Tensor.short, Tensor.double)),
 ]
 
 WINNERS: list[tuple[str, int, Change]] = [
@@ -278,6 +280,21 @@ def test_a_wrong_dtype_is_refused(name: str, position: int, change: Change) -> N
 @pytest.mark.usefixtures("isa")
 def test_a_winner_out_of_range_is_refused_by_every_instruction_set(name: str, position: int, change: Change) -> None:
     assert_refused(name, position, change, (IndexError,))
+
+
+@pytest.mark.parametrize("M", [3, 64], ids=["part-of-a-panel", "whole-panels"])
+@pytest.mark.parametrize("ties", ["none", "plain", "sloped"])
+@pytest.mark.usefixtures("isa")
+def test_an_index_of_32_bits_out_of_range_is_refused_by_every_instruction_set(ties: str, M: int) -> None:
+    case = EdgeCase(2, 13, 6, 4, M)
+    known = () if ties == "none" else edge_ties(case, ties == "sloped")[:4]
+    X, winner, C = case.won()
+    good = [X, winner.int(), C, case.vectors(), False, *(known and (known[0].int(), *known[1:]))]
+    kernels.edgeconv_matvec(*good)
+    for position, value, at in product((1, 5) if known else (1,), (13, -1, 2**31 - 1, -(2**31)), (0, -1)):
+        bad = [but_for(value, at)(given) if place == position else given for place, given in enumerate(good)]
+        with pytest.raises(IndexError, match="must lie in"):
+            kernels.edgeconv_matvec(*bad)
 
 
 @numbered(RANGES)
