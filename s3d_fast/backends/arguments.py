@@ -39,6 +39,16 @@ def require_gated(
         _require_like_rows(name, coefficients, X, tuple(c11.shape), check_finite)
 
 
+def require_pairs(X: Sequence[Tensor], C: Sequence[Tensor], bias: Sequence[bool]) -> None:
+    """Raise unless there is an entry of X and bias for every layer, and of C for every pair of layers."""
+    count = len(X)
+    if not count or len(bias) != count or len(C) != count * (count + 1) // 2:
+        raise ValueError(
+            "X and bias must have one entry per layer, and C one per pair of layers, "
+            f"got {count}, {len(bias)} and {len(C)}"
+        )
+
+
 def require_joint(
     X: Sequence[Tensor],  # n times (N, D_a)
     C: Sequence[Tensor],  # n (n + 1) / 2 times (N, M)
@@ -46,12 +56,7 @@ def require_joint(
     check_finite: bool = True,
 ) -> None:
     """Raise unless X holds rows of several layers, and C coefficients for every pair of them."""
-    count = len(X)
-    if not count or len(bias) != count or len(C) != count * (count + 1) // 2:
-        raise ValueError(
-            "X and bias must have one entry per layer, and C one per pair of layers, "
-            f"got {count}, {len(bias)} and {len(C)}"
-        )
+    require_pairs(X, C, bias)
     for x in X:
         require.tensor("X", x)
         require.shape("X", x, (len(X[0]), "D"))

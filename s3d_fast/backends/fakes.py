@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from s3d_fast.backends.arguments import require_pairs
 from s3d_fast.base import require
 from s3d_fast.base.dtypes import COMPUTE_DTYPES, HALF_DTYPES, INDEX_DTYPES, compute_dtype
 
@@ -50,12 +51,7 @@ def gated_matvec(X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Ten
 
 def joint_matvec(X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
     _require_compute_dtype("V", V)
-    count = len(X)
-    if not count or len(bias) != count or len(C) != count * (count + 1) // 2:
-        raise ValueError(
-            "X and bias must have one entry per layer, and C one per pair of layers, "
-            f"got {count}, {len(bias)} and {len(C)}"
-        )
+    require_pairs(X, C, bias)
     for x in X:
         _require_rows(x, C[0], V.dtype, V.device, "C")
     for own in C:

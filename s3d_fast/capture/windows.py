@@ -103,11 +103,10 @@ def _found(unit: Unit, values: Values) -> Levels:
         for node in link.inputs:
             if of.setdefault(node.name, own) != own and not link.is_shifted:
                 raise _Unfit
-        if reach is None and not link.is_shifted:
-            _note_constants(link, own, sizes[own], of, values)
-        elif reach is None:
+        if reach is None:
             # An activation that changed places with a maximum takes nothing else; its node is that of the maximum.
-            pass
+            if not link.is_shifted:
+                _note_constants(link, own, sizes[own], of, values)
         elif own == len(reaches):
             reaches.append(reach)
             sizes.append(_map_size(values.of(link.node)))

@@ -127,7 +127,8 @@ def extremal_eigenpairs(
             the global random state is neither used nor changed.
         progress: show a counter of the steps.
         until: a `Cut`, which says how many filters are wanted, those that gain the most by a split. Filters stop as
-            soon as it is certain whether they are among them; the result then has the status DECIDED.
+            soon as it is certain whether they are among them; the result then has the status DECIDED. "exact" and
+            "rayleigh" solve all filters to the end.
         precision: "highest"; or "medium", which rounds rows and coefficients to bfloat16 where products then take less
             time: for wide layers, on processors with AVX512_BF16. The eigenpairs are then those of the rounded
             matrices, whose eigenvalues differ by about 0.1% of the spectral radius; residuals leave that out. It makes
