@@ -12,7 +12,7 @@ from s3d_fast.maths.activations import DEFAULT_SHARPNESS
 
 # The bandwidth of a kink, and of a tie between two values, in units of the step; and its least value in units of the
 # filter's length. docs/design.md says how they were chosen.
-KINK, TIE, FLOOR = 0.25, 0.2, 0.001
+KINK, TIE, FLOOR = 0.25, 0.2, 0.0005
 # The least value for growth: splits chosen with it gain more on data that S has not seen.
 GROWTH_FLOOR = 0.02
 # |dz/dtheta| behind a convolution or an average is estimated from this many random directions.
