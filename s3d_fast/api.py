@@ -42,9 +42,10 @@ from s3d_fast.operators import (
 from s3d_fast.records.record import Phase
 from s3d_fast.solvers import Cut, Spectrum, Status, extremal_eigenpairs
 from s3d_fast.splitting.optimizers import register_optimizer
-from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
+from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
+from s3d_fast.splitting.pruning import filter_norms, norm_scales, prune, scale_penalty, select_removals
 from s3d_fast.splitting.selection import select
-from s3d_fast.splitting.surgery import apply_splits
+from s3d_fast.splitting.surgery import apply_splits, mask
 
 __all__ = [
     "Activation",
@@ -64,8 +65,10 @@ __all__ = [
     "Incoming",
     "MatrixFreeOperator",
     "NeuronSplit",
+    "NewFilter",
     "Phase",
     "PointwiseOperator",
+    "Removal",
     "Rule",
     "Spectrum",
     "Split",
@@ -87,22 +90,28 @@ __all__ = [
     "curvature_coefficients",
     "edgeconv_matvec",
     "extremal_eigenpairs",
+    "filter_norms",
     "grow_step",
     "growable",
     "incoming_edges",
     "layer_arguments",
     "load_grown",
     "marginal",
+    "mask",
+    "norm_scales",
     "optimal_split",
     "plan_capture",
+    "prune",
     "register_layer",
     "register_operation",
     "register_optimizer",
     "resize_like",
     "rewrap",
     "save_grown",
+    "scale_penalty",
     "schedules",
     "select",
+    "select_removals",
     "split_gain",
     "splitting_matrices",
     "splitting_matvec",

@@ -1,4 +1,4 @@
-"""How stored tensors grow when channels are split: which entries are repeated, and by what they are scaled."""
+"""How stored tensors change with their channels: which entries are repeated or left out, and how they are scaled."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from s3d_fast.network.slots import Array
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies of a unit's channels: channel j becomes `count[j]` copies; `weight` holds all of them in order."""
+    """The copies of a unit's channels: channel j becomes `count[j]` copies; the other arrays hold all of them in order.
+
+    Nothing is left of a channel with a count of 0. A copy that is new is not a copy in truth: it has parameters of its
+    own, its weight is 0, and no history.
+    """
 
     count: Array  # (M,)
     weight: Array  # (M',)
+    new: Array | None = None  # (M',), bool; None if there are none
 
     @property
     def index(self) -> Array:
@@ -34,11 +39,12 @@ class Copies:
 
 @dataclass(frozen=True)
 class AxisGrowth:
-    """How one axis grows: new entry n copies entry index[n]; it belongs to copy `copy[n]` of a unit's channels."""
+    """How one axis grows: its entry n copies entry index[n] of the old axis."""
 
     index: Array
     scale: Array | None  # of the values: weights of read channels, shares of shared ones
-    gradient: Array | None  # of gradients: weights of repeated channels
+    gradient: Array | None  # of gradients: weights of repeated channels; 0 for new ones
+    new: Array | None = None  # whether an entry belongs to a new channel; None if there are none
 
 
 class Growth:
@@ -75,6 +81,7 @@ class Growth:
         times = np.ones(len(starts), np.int64)
         first = np.full(len(starts), -1)
         weights: list[Array] = []
+        new: list[Array] = []
         offset = 0
         for number, copies in enumerate(self.by_number):
             mine = layout.unit[starts] == number
@@ -84,6 +91,7 @@ class Growth:
             times[mine] = copies.count[channels]
             first[mine] = offset + copies.start[channels]
             weights.append(copies.weight)
+            new.append(np.zeros(len(copies.weight), bool) if copies.new is None else copies.new)
             offset += len(copies.weight)
         weight = np.concatenate(weights)
         # Every run is repeated as a whole: run r stands times[r] times, one after the other.
@@ -93,15 +101,25 @@ class Growth:
         entry_run = np.repeat(np.arange(len(run)), repeats)
         inside = np.arange(len(entry_run)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         index = starts[run][entry_run] + inside
-        copy = np.where(first[run] >= 0, first[run] + number_of_copy, -1)[entry_run]
-        w = np.where(copy >= 0, weight[np.maximum(copy, 0)], 1.0)
+        copy = np.where(first[run] >= 0, first[run] + number_of_copy, -1)
+        is_new = (copy >= 0) & np.concatenate(new)[np.maximum(copy, 0)]
+        w = np.where(copy >= 0, weight[np.maximum(copy, 0)], 1.0)[entry_run]
         role = layout.role[index]
         scale = np.where(role == READ, w, 1.0)
         shares = role == SHARED
         if shares.any():
-            scale = np.where(shares, 1.0 / times[run][entry_run], scale)
-        gradient = np.where(role == READ, 1.0, w)
-        return AxisGrowth(index, None if (scale == 1).all() else scale, None if (gradient == 1).all() else gradient)
+            # A new channel has no share.
+            sharing = np.bincount(run, weights=~is_new, minlength=len(starts))
+            share = np.where(is_new, 0.0, 1.0 / np.maximum(sharing[run], 1.0))
+            scale = np.where(shares, share[entry_run], scale)
+        is_new = is_new[entry_run]
+        gradient = np.where(is_new, 0.0, np.where(role == READ, 1.0, w))
+        return AxisGrowth(
+            index,
+            None if (scale == 1).all() else scale,
+            None if (gradient == 1).all() else gradient,
+            is_new if is_new.any() else None,
+        )
 
 
 @dataclass(frozen=True)

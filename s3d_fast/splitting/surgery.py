@@ -1,4 +1,4 @@
-"""Surgery: carries out a split plan on a model and its optimizer state; either everything changes, or nothing."""
+"""Surgery: carries out a plan on a model and its optimizer state; either everything changes, or nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from s3d_fast.backends.operations import grow_weights
-from s3d_fast.base import dtypes, require
 from s3d_fast.base.world import existing
 from s3d_fast.maths.reference import Widening
-from s3d_fast.network.graph import Filters, Graph, Holder, Unit, holders_of, stored_tensors
-from s3d_fast.network.growing import AxisGrowth, Copies, Growth, Shift, regrown, state_widening, widening
+from s3d_fast.network.graph import REPEATED, Filters, Graph, Holder, holders_of, stored_tensors
+from s3d_fast.network.growing import AxisGrowth, Growth, Shift, regrown, state_widening, widening
 from s3d_fast.network.proof import output_change, output_tolerance, outputs_of
 from s3d_fast.network.sharding import is_sharded, whole
 from s3d_fast.network.sizes import fitting_sizes
@@ -24,10 +23,8 @@ from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.network.undo import AllOrNothing, set_size
 from s3d_fast.network.wrapping import inside, retire_wrappers
 from s3d_fast.splitting.optimizers import Scaling, check_optimizer, unwrap_optimizer
-from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
-
-# The weights of a neuron's copies must sum to 1 up to this rounding error.
-MAX_WEIGHT_ERROR = 1e-5
+from s3d_fast.splitting.plan import SplitPlan
+from s3d_fast.splitting.unit_changes import UnitChange, unit_changes
 
 
 def apply_splits(
@@ -39,13 +36,14 @@ def apply_splits(
     also: Sequence[nn.Module] = (),
     check: Any = None,
 ) -> None:
-    """Split neurons of a model in place, and carry its optimizer's state along.
+    """Split neurons of a model in place, add new filters and remove neurons; carry the optimizer's state along.
 
     The row of a split neuron i becomes m rows theta + eps * delta_k. Every follower repeats the neuron's channel m
     times. In every consumer, the column W[:, i] becomes the m columns w_k * W[:, i]. At eps = 0 the model computes the
     same function as before. Optimizer state scales like the gradients: by w_k for copied rows and followers (second
-    moments by w_k^2), and not at all for consumers' columns. Changed parameters are new nn.Parameter objects without a
-    gradient, in the same parameter groups.
+    moments by w_k^2), and not at all for consumers' columns. A new filter has its own row, followers like those of
+    another channel, columns of zeros, and state of zeros. Of a removed neuron nothing is left. Changed parameters are
+    new nn.Parameter objects without a gradient, in the same parameter groups.
 
     Args:
         model: the model that the plan was made for, or another model with the same layers and sizes; also inside
@@ -58,7 +56,8 @@ def apply_splits(
         optimizer: one of torch's, or one that `register_optimizer` knows, over the model's parameters.
         also: other models with the same layers and sizes that must grow alike, such as an exponential moving average.
         check: an example input as for `trace`. The model is then evaluated in eval mode before and after the same
-            split with eps = 0. If its outputs differ, nothing is split.
+            plan with eps = 0; before, consumers read zero from neurons that are to be removed. If the outputs differ,
+            nothing is changed.
 
     Raises:
         ValueError, TypeError: the plan does not fit the model, the optimizer belongs to another model or is not
@@ -78,7 +77,7 @@ def apply_splits(
         plan = replace(plan, splits=existing().same(plan.splits))
     for place, one in enumerate(models):
         _require_fit(plan.graph, one, "the model" if place == 0 else f"also[{place - 1}]")
-    by_unit = _check_splits(plan)
+    by_unit = unit_changes(plan)
     optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
     with ExitStack() as shards:
         for place, one in enumerate(models):
@@ -87,7 +86,7 @@ def apply_splits(
         if not by_unit:
             return
         if check is not None:
-            _check_outputs(models[0], check, lambda: _split(models[:1], plan.graph, by_unit, 0.0, None, {}))
+            _check_outputs(models[0], check, plan, lambda: _split(models[:1], plan.graph, by_unit, 0.0, None, {}))
         _split(models, plan.graph, by_unit, eps, optimizer, kinds)
     for one in (model, *also):
         retire_wrappers(one)
@@ -103,7 +102,7 @@ def _require_fit(graph: Graph, model: nn.Module, what: str) -> None:
 def _split(
     models: Sequence[nn.Module],
     graph: Graph,
-    by_unit: Mapping[str, _UnitSplits],
+    by_unit: Mapping[str, UnitChange],
     eps: float,
     optimizer: torch.optim.Optimizer | None,
     kinds: Mapping[str, Scaling],
@@ -135,11 +134,12 @@ def _split(
                 set_size(module, name, size)
 
 
-def _check_outputs(model: nn.Module, example_input: Any, split: Callable[[], None]) -> None:
-    """Raise ValueError if a split of size zero changes the model's outputs; the model stays as it is."""
+def _check_outputs(model: nn.Module, example_input: Any, plan: SplitPlan, split: Callable[[], None]) -> None:
+    """Raise ValueError if a plan with steps of size zero changes the model's outputs; the model stays as it is."""
     with undisturbed(model), torch.no_grad(), AllOrNothing(model.modules()) as undo:
-        before = outputs_of(model, example_input)
         try:
+            mask(model, plan, undo.write)
+            before = outputs_of(model, example_input)
             split()
             after = outputs_of(model, example_input)
         except Exception as error:
@@ -151,46 +151,31 @@ def _check_outputs(model: nn.Module, example_input: Any, split: Callable[[], Non
         raise ValueError(f"check: the split would change the model's outputs by {change:.2g} of their size")
 
 
-@dataclass
-class _UnitSplits:
-    """The splits of one unit, sorted by neuron; the copies of all neurons are concatenated."""
+def mask(model: nn.Module, plan: SplitPlan, write: Callable[[Tensor, Tensor], object] | None = None) -> None:
+    """Let consumers read zero from all neurons that a plan removes: the network computes what it will without them.
 
-    neurons: Tensor  # (splits,)
-    copies_of: Tensor  # (splits,)
-    weights: Tensor  # (all copies,), float64
-    offsets: Tensor  # (all copies, D)
-
-    @classmethod
-    def of(cls, splits: Sequence[NeuronSplit]) -> _UnitSplits:
-        splits = sorted(splits, key=lambda split: split.neuron)
-        neurons = torch.tensor([split.neuron for split in splits])
-        copies = torch.tensor([split.weights.shape[0] for split in splits])
-        with torch.no_grad():
-            # Splits may have different dtypes; float64 holds all of them exactly.
-            weights = torch.cat([split.weights for split in splits]).to("cpu", torch.float64)
-            return cls(neurons, copies, weights, torch.cat([split.offsets for split in splits]))
-
-    def is_valid(self) -> bool:
-        """Return whether all numbers are finite, and the weights of every neuron sum to 1."""
-        of_split = torch.arange(len(self.copies_of)).repeat_interleave(self.copies_of)
-        totals = torch.zeros(len(self.copies_of), dtype=torch.float64).index_add(0, of_split, self.weights)
-        # A finite sum proves that every entry is finite.
-        finite = bool(torch.isfinite(self.weights.sum() + self.offsets.sum()))
-        return finite and bool(((totals - 1).abs() <= MAX_WEIGHT_ERROR).all())
-
-    def copies(self, width: int) -> Copies:
-        """Return the copies of all channels of the unit, split or not."""
-        count = np.ones(width, np.int64)
-        count[self.neurons.numpy()] = self.copies_of.numpy()
-        weight = np.ones(int(count.sum()))
-        weight[self.moved(count)] = self.weights.numpy()
-        return Copies(count, weight)
-
-    def moved(self, count: np.ndarray) -> np.ndarray:
-        """Return, for every copy of a channel, whether its channel is split."""
-        is_split = np.zeros(len(count), bool)
-        is_split[self.neurons.numpy()] = True
-        return np.repeat(is_split, count)
+    Args:
+        model: the model that the plan was made for; changed in place.
+        plan: the plan.
+        write: writes values into a tensor; by default `Tensor.copy_`.
+    """
+    numbers = {name: place for place, name in enumerate(plan.graph.units)}
+    removed: dict[int, list[int]] = {}
+    for gone in plan.removed:
+        removed.setdefault(numbers[gone.unit], []).append(gone.neuron)
+    stored = stored_tensors(inside(model))
+    for name, axes in plan.graph.tensors.items():
+        for axis, layout in axes.items():
+            read = np.zeros(len(layout), bool)
+            for number, neurons in removed.items():
+                read |= (layout.unit == number) & np.isin(layout.channel, neurons) & (layout.role != REPEATED)
+            if not read.any():
+                continue
+            tensor = stored[name]
+            index = torch.from_numpy(np.flatnonzero(read)).to(tensor.device)
+            values = tensor.detach().index_fill(axis, index, 0)
+            with torch.no_grad():
+                tensor.copy_(values) if write is None else write(tensor, values)
 
 
 @dataclass
@@ -233,15 +218,14 @@ class _Change:
             table[name] = self.new
 
 
-def _changes(model: nn.Module, graph: Graph, by_unit: Mapping[str, _UnitSplits], eps: float) -> list[_Change]:
+def _changes(model: nn.Module, graph: Graph, by_unit: Mapping[str, UnitChange], eps: float) -> list[_Change]:
     """Return how all tensors change."""
     stored, holders = stored_tensors(model), holders_of(model)
-    copies = {name: splits.copies(graph.units[name].width) for name, splits in by_unit.items()}
     changes = []
-    for name, axes in Growth(graph, copies).tensors().items():
+    for name, axes in Growth(graph, {unit: change.copies for unit, change in by_unit.items()}).tensors().items():
         tensor = stored[name]
-        row_axis, shift = _shift(name, tensor, graph, by_unit, copies, axes, eps)
-        made = widening(tensor.detach(), axes, row_axis, shift)
+        row_axis, shift = _shift(name, tensor, graph, by_unit, axes, eps)
+        made = widening(tensor.detach(), _without_new_rows(axes, row_axis), row_axis, shift)
         changes.append(_Change(tensor, holders[id(tensor)], axes, row_axis, made))
     return changes
 
@@ -250,8 +234,7 @@ def _shift(
     name: str,
     tensor: Tensor,
     graph: Graph,
-    by_unit: Mapping[str, _UnitSplits],
-    copies: Mapping[str, Copies],
+    by_unit: Mapping[str, UnitChange],
     axes: Mapping[int, AxisGrowth],
     eps: float,
 ) -> tuple[int | None, Shift | None]:
@@ -269,22 +252,29 @@ def _shift(
     which = np.full(len(axes[axis].index), -1)
     parts, start = [], 0
     for unit, filters, begin in movers:
-        splits = by_unit[unit]
+        change = by_unit[unit]
         # The last entry of a filter belongs to the bias, if there is one.
         width = tensor.numel() // tensor.shape[axis] if name == filters.weight else 1
         begin = begin if name == filters.weight else begin + filters.fan_in - 1
-        own = splits.offsets[:, begin : begin + width]
+        own = change.moves(eps)[:, begin : begin + width]
         parts.append(own)
-        moved = splits.moved(copies[unit].count)
-        numbers = np.where(moved, start + np.cumsum(moved) - 1, -1)
         # The copies of a row stand one after the other, so they are found in the order of the unit's channels.
         places = _copies_of_rows(axes[axis].index, filters.rows)
-        which[places] = numbers
+        which[places] = np.where(change.move_of >= 0, start + change.move_of, -1)
         start += len(own)
     offsets = torch.cat([part.to(tensor.device, tensor.dtype) for part in parts])
     rest = [size for place, size in enumerate(tensor.shape) if place != axis]
     values = offsets.reshape(-1, *rest).movedim(0, axis) if tensor.dim() > 1 else offsets.reshape(-1)
-    return axis, Shift(values, which, eps)
+    return axis, Shift(values, which, 1.0)
+
+
+def _without_new_rows(axes: Mapping[int, AxisGrowth], row_axis: int | None) -> Mapping[int, AxisGrowth]:
+    """Return how axes grow if the rows of new channels start from zero: a shift then gives them their values."""
+    rows = None if row_axis is None else axes[row_axis]
+    if row_axis is None or rows is None or rows.new is None:
+        return axes
+    scale = np.ones(len(rows.index)) if rows.scale is None else rows.scale
+    return {**axes, row_axis: replace(rows, scale=np.where(rows.new, 0.0, scale))}
 
 
 def _copies_of_rows(index: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -328,61 +318,3 @@ def _commit_state(
         if isinstance(change.new, nn.Parameter) and change.old in optimizer.state:
             del optimizer.state[change.old]
             optimizer.state[change.new] = entries
-
-
-def _check_splits(plan: SplitPlan) -> dict[str, _UnitSplits]:
-    """Return the splits by unit; raise if one of them does not fit the graph."""
-    seen: set[tuple[str, int]] = set()
-    for split in plan.splits:
-        # One check covers the usual case: a plan may have thousands of splits.
-        unit = plan.graph.units.get(split.unit)
-        if unit is None or (split.unit, split.neuron) in seen or not _fits(split, unit):
-            _explain_misfit(split, plan.graph)
-            raise ValueError(f"{_where(split)} is split twice")
-        seen.add((split.unit, split.neuron))
-    by_unit = {name: _UnitSplits.of(splits) for name, splits in plan.by_unit().items()}
-    for name, splits in by_unit.items():
-        # All splits of a unit are checked at once; only the error message looks at them one by one.
-        if not splits.is_valid():
-            _explain_invalid([split for split in plan.splits if split.unit == name])
-    return by_unit
-
-
-def _fits(split: NeuronSplit, unit: Unit) -> bool:
-    weights, offsets = split.weights, split.offsets
-    return (
-        isinstance(split.neuron, int)
-        and 0 <= split.neuron < unit.width
-        and isinstance(weights, Tensor)
-        and isinstance(offsets, Tensor)
-        and weights.dtype in dtypes.FLOAT_DTYPES
-        and offsets.dtype in dtypes.FLOAT_DTYPES
-        and weights.dim() == 1
-        and tuple(offsets.shape) == (weights.shape[0], unit.fan_in)
-    )
-
-
-def _explain_misfit(split: NeuronSplit, graph: Graph) -> None:
-    unit = graph.units.get(split.unit)
-    if unit is None:
-        raise ValueError(f"plan: {split.unit!r} is not a unit; the units are {', '.join(graph.units)}")
-    where = _where(split)
-    if not isinstance(split.neuron, int) or not 0 <= split.neuron < unit.width:
-        raise ValueError(f"{where} does not exist: indices go from 0 to {unit.width - 1}")
-    require.tensor(f"{where}: weights", split.weights)
-    require.tensor(f"{where}: offsets", split.offsets)
-    require.shape(f"{where}: weights", split.weights, ("m",))
-    require.shape(f"{where}: offsets", split.offsets, (split.weights.shape[0], unit.fan_in))
-
-
-def _where(split: NeuronSplit) -> str:
-    return f"plan: neuron {split.neuron} of {split.unit!r}"
-
-
-def _explain_invalid(splits: Sequence[NeuronSplit]) -> None:
-    for split in splits:
-        require.finite(f"{_where(split)}: weights", split.weights)
-        require.finite(f"{_where(split)}: offsets", split.offsets)
-        total = float(split.weights.double().sum())
-        if abs(total - 1) > MAX_WEIGHT_ERROR:
-            raise ValueError(f"{_where(split)}: weights must sum to 1, got {total:.8g}")
