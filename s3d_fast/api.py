@@ -41,6 +41,7 @@ from s3d_fast.operators import (
 )
 from s3d_fast.records.record import Phase
 from s3d_fast.solvers import Cut, Spectrum, Status, extremal_eigenpairs
+from s3d_fast.splitting.new_filters import Proposals, propose_filters
 from s3d_fast.splitting.optimizers import register_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
 from s3d_fast.splitting.pruning import filter_norms, norm_scales, prune, scale_penalty, select_removals
@@ -68,6 +69,7 @@ __all__ = [
     "NewFilter",
     "Phase",
     "PointwiseOperator",
+    "Proposals",
     "Removal",
     "Rule",
     "Spectrum",
@@ -101,6 +103,7 @@ __all__ = [
     "norm_scales",
     "optimal_split",
     "plan_capture",
+    "propose_filters",
     "prune",
     "register_layer",
     "register_operation",

@@ -45,6 +45,7 @@ class AxisGrowth:
     scale: Array | None  # of the values: weights of read channels, shares of shared ones
     gradient: Array | None  # of gradients: weights of repeated channels; 0 for new ones
     new: Array | None = None  # whether an entry belongs to a new channel; None if there are none
+    copy: Array | None = None  # which of its unit's copies an entry belongs to; -1 if that unit does not change
 
 
 class Growth:
@@ -79,7 +80,7 @@ class Growth:
     def _grown(self, layout: AxisLayout) -> AxisGrowth:
         starts, lengths = runs(layout)
         times = np.ones(len(starts), np.int64)
-        first = np.full(len(starts), -1)
+        first, begin = np.full(len(starts), -1), np.zeros(len(starts), np.int64)
         weights: list[Array] = []
         new: list[Array] = []
         offset = 0
@@ -89,7 +90,7 @@ class Growth:
                 continue
             channels = layout.channel[starts[mine]]
             times[mine] = copies.count[channels]
-            first[mine] = offset + copies.start[channels]
+            first[mine], begin[mine] = offset + copies.start[channels], offset
             weights.append(copies.weight)
             new.append(np.zeros(len(copies.weight), bool) if copies.new is None else copies.new)
             offset += len(copies.weight)
@@ -119,6 +120,7 @@ class Growth:
             None if (scale == 1).all() else scale,
             None if (gradient == 1).all() else gradient,
             is_new if is_new.any() else None,
+            np.where(copy >= 0, copy - begin[run], -1)[entry_run],
         )
 
 

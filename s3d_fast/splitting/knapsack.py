@@ -21,13 +21,14 @@ class Knapsack:
     """The choice of candidates with the most negative sum of gains within a budget, at most one per neuron.
 
     If unit u grows by G_u filters, the cost is  sum_u price[u] G_u + sum_(u,v) cross[u, v] G_u G_v .  The products
-    appear because the number of weights between two units is the product of their widths.
+    appear because the number of weights between two units is the product of their widths. The removal of a neuron is a
+    candidate that adds -1 filter, with a positive gain; what it saves may pay for others. The budget may be negative.
     """
 
-    gain: np.ndarray  # (n,), negative
-    neuron: np.ndarray  # (n,), the neuron that a candidate splits: 0, 1, ...
+    gain: np.ndarray  # (n,), the change of the loss
+    neuron: np.ndarray  # (n,), the neuron that a candidate changes: 0, 1, ...
     unit: np.ndarray  # (n,), the unit of that neuron
-    extra: np.ndarray  # (n,), the number of filters that a candidate adds
+    extra: np.ndarray  # (n,), the number of filters that a candidate adds; -1 if it removes one
     price: np.ndarray  # (units,)
     cross: Mapping[tuple[int, int], float]
     cap: np.ndarray  # (units,), the most filters that a unit may grow by; may be infinite
@@ -46,16 +47,18 @@ class Knapsack:
 
         A product of growths K_u K_v is written as sum_b 2^b z_b with the bits y_b of K_u, z_b >= 0 and
         z_b >= K_v - most_v (1 - y_b), where most_v bounds K_v. These constraints are linear. They are exact where the
-        budget binds, because a larger z_b only costs more.
+        budget binds, because a larger z_b only costs more. Where r_u neurons may be removed, K_u = r_u + G_u takes the
+        place of the growth G_u, which may be negative: G_u G_v = K_u K_v - r_v K_u - r_u K_v + r_u r_v.
         """
-        uniform = bool((self.extra == self.extra[0]).all())
+        uniform = bool((self.extra == self.extra[0]).all()) and self.extra[0] > 0
         unit_of_growth = self.extra[0] if uniform else 1.0
         growth = self.extra / unit_of_growth
         programme = _Programme()
         choice = programme.variables(len(self.gain), self._objective(), integer=not uniform, most=1.0)
         if not uniform:
             self._one_per_neuron(programme, choice)
-        most = self._caps(programme, choice, unit_of_growth) / unit_of_growth
+        removable = self.removable()
+        most = self._caps(programme, choice, unit_of_growth) / unit_of_growth + removable
         members = [np.flatnonzero(self.unit == u) for u in range(len(self.price))]
         bits: dict[int, list[int]] = {}
         for u in range(len(self.price)):
@@ -63,17 +66,28 @@ class Knapsack:
                 bits[u] = programme.variables(int(most[u]).bit_length(), 0.0, integer=True, most=1.0)
                 # The bits are the binary digits of the unit's growth.
                 row = {bit: -float(2**b) for b, bit in enumerate(bits[u])}
-                programme.row(row | {choice[j]: growth[j] for j in members[u]}, 0.0, 0.0)
+                shift = -float(removable[u])
+                programme.row(row | {choice[j]: growth[j] for j in members[u]}, shift, shift)
         cost = {variable: self.price[self.unit[j]] * self.extra[j] for j, variable in enumerate(choice)}
+        constant = 0.0
         for (u, v), value in self.cross.items():
             if most[u] == 0 or most[v] == 0:
                 continue
             for b, bit in enumerate(bits[u]):
                 (z,) = programme.variables(1, 0.0, integer=False, most=float(most[v]))
                 row = {choice[j]: growth[j] for j in members[v]}
-                programme.row({**row, z: -1.0, bit: float(most[v])}, -np.inf, float(most[v]))
+                upper = float(most[v] - removable[v])
+                programme.row({**row, z: -1.0, bit: float(most[v])}, -np.inf, upper)
                 cost[z] = value * unit_of_growth**2 * 2**b
-        programme.row({variable: price / budget for variable, price in cost.items()}, -np.inf, 1.0)
+            for own, other in ((u, v), (v, u)):
+                for j in members[own]:
+                    cost[choice[j]] -= value * removable[other] * self.extra[j]
+            constant -= value * removable[u] * removable[v]
+        # Rows are scaled so that the solver's absolute tolerances are relative to the budget.
+        scale = max(abs(budget), float(np.abs(self.price).max()))
+        programme.row(
+            {variable: price / scale for variable, price in cost.items()}, -np.inf, (budget - constant) / scale
+        )
         solution = programme.solve()
         if solution is None:
             return None
@@ -86,22 +100,31 @@ class Knapsack:
             chosen.append(mine[np.argsort(self.gain[mine], kind="stable")[:size]])
         return np.sort(np.concatenate(chosen))
 
-    def relaxed(self, budget: float) -> np.ndarray:
+    def relaxed(self, budget: float) -> np.ndarray | None:
         """Return the solution of the linear relaxation without cross terms, rounded down, as in the paper."""
         programme = _Programme()
         choice = programme.variables(len(self.gain), self._objective(), integer=False, most=1.0)
         self._one_per_neuron(programme, choice)
         self._caps(programme, choice)
-        costs = self.price[self.unit] * self.extra / budget
-        programme.row(dict(zip(choice, costs, strict=True)), -np.inf, 1.0)
+        scale = max(abs(budget), float(np.abs(self.price).max()))
+        costs = self.price[self.unit] * self.extra / scale
+        programme.row(dict(zip(choice, costs, strict=True)), -np.inf, budget / scale)
         solution = programme.solve()
         if solution is None:
+            if (self.extra < 0).any():
+                return None
             raise RuntimeError("HiGHS found no solution of the relaxed selection programme")
-        return np.flatnonzero(solution[choice] > 1 - 1e-6)
+        # A removal must be whole before it pays for anything: round those up.
+        is_removal = self.extra < 0
+        return np.flatnonzero((solution[choice] > 1 - 1e-6) | (is_removal & (solution[choice] > 1e-6)))
+
+    def removable(self) -> np.ndarray:
+        """Return, for every unit, how many neurons may be removed."""
+        return np.bincount(self.unit, self.extra < 0, minlength=len(self.price))
 
     def _objective(self) -> np.ndarray:
         # Gains are scaled so that the solver's absolute tolerances are relative to the largest gain.
-        return self.gain / -self.gain.min()
+        return self.gain / (np.abs(self.gain).max() or 1.0)
 
     def _one_per_neuron(self, programme: _Programme, choice: list[int]) -> None:
         rows: dict[int, dict[int, float]] = {}
@@ -121,7 +144,7 @@ class Knapsack:
             mine = np.flatnonzero(self.unit == u)
             largest: dict[int, float] = {}
             for j in mine:
-                largest[self.neuron[j]] = max(largest.get(self.neuron[j], 0.0), float(self.extra[j]))
+                largest[self.neuron[j]] = max(largest.get(self.neuron[j], 0.0), float(self.extra[j]), 0.0)
             most[u] = min(sum(largest.values()), self.cap[u]) // step * step
             if most[u] < sum(largest.values()):
                 programme.row({choice[j]: float(self.extra[j]) for j in mine}, -np.inf, float(most[u]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class NewFilter:
     theta: Tensor  # (D,)
     like: int
     slope: float  # |dL/dw| at its output weights w: a step of length t along them changes the loss by -t * slope
+    # Entries of the new channel that differ from those of the channel `like`, by tensor: statistics of BatchNorms.
+    statistics: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"NewFilter({self.unit!r}, like neuron {self.like}, slope {self.slope:.4g})"

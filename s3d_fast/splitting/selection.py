@@ -1,20 +1,23 @@
-"""Selection: from the spectra of all units to a split plan within a budget."""
+"""Selection: from splits, new filters and removals that are possible to a plan within a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from s3d_fast.base import require
-from s3d_fast.maths.schemes import COPIES, optimal_split, split_gain
+from s3d_fast.maths.schemes import COPIES, optimal_split
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph, Unit
 from s3d_fast.solvers import Cut, Spectrum
+from s3d_fast.splitting.candidates import Candidates, check_others, check_spectra, split_candidates, with_others
 from s3d_fast.splitting.knapsack import Knapsack
-from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
+from s3d_fast.splitting.new_filters import Proposals
+from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
 
 CostFunction = Callable[[Unit], float]
 
@@ -33,14 +36,21 @@ def select(
     caps: int | Mapping[str, int] | None = None,
     round_to: int = 1,
     relax: bool = False,
+    proposals: Mapping[str, Proposals] | None = None,
+    losses: Mapping[str, Tensor] | None = None,
+    eps: float | None = None,
 ) -> SplitPlan:
-    """Choose which neurons to split, and into how many copies.
+    """Choose which neurons to split, and into how many copies; which filters to add; and which neurons to remove.
 
     Only neurons with a gain below -threshold are candidates. Without top_k, fraction and budget, all candidates are
     chosen, within caps and round_to. Ties go to the unit that comes first in the graph, then to the lower index.
 
+    A split changes the loss by eps^2 / 2 times its gain. A new filter with the slope s changes it by -eps s as soon as
+    its output weights have made a step of length eps, so that it counts as a gain of -2 s / eps. A removal that raises
+    the loss by r counts as a gain of 2 r / eps^2.
+
     Args:
-        spectra: from `extremal_eigenpairs`, by unit.
+        spectra: from `extremal_eigenpairs`, by unit; may be empty.
         graph: from `trace`.
         m: the number of copies, 2, 3 or 4. With "knapsack", every neuron gets its own m in {1, 2, 3, 4}; this needs a
             budget.
@@ -57,6 +67,10 @@ def select(
         round_to: after the plan, the width of every unit is a multiple of this, or unchanged; the splits with the
             smallest gains are dropped to get there.
         relax: with a budget, solve the linear relaxation of the programme, as the paper does, and round down.
+        proposals: new filters to choose among, from `propose_filters`.
+        losses: by how much the removal of each neuron would raise the loss, >= 0, by unit; needs a budget, which may be
+            negative. A neuron is split or removed, not both, and two neurons of every unit stay.
+        eps: the step that will be made; needed with proposals and losses.
 
     Raises:
         ValueError: bad arguments, or spectra that do not belong to the graph.
@@ -71,7 +85,7 @@ def select(
     if threshold < 0:
         raise ValueError(f"threshold must be a finite number >= 0, got {threshold!r}")
     require.count("round_to", round_to)
-    _check_spectra(spectra, graph)
+    check_spectra(spectra, graph)
     limits = [
         name for name, value in (("top_k", top_k), ("fraction", fraction), ("budget", budget)) if value is not None
     ]
@@ -80,14 +94,20 @@ def select(
     if budget is None and (knapsack or relax or cost != "filters"):
         raise ValueError("m='knapsack', relax and cost need a budget, got none")
 
-    candidates = _candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold)
+    proposals, losses = proposals or {}, losses or {}
+    check_others(proposals, losses, graph, eps, budget, round_to)
+
+    candidates = split_candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold)
+    if proposals or losses:
+        assert eps is not None
+        candidates = with_others(candidates, graph, proposals, losses, eps, threshold)
     if budget is None:
-        filters = sum(len(spectrum.lambda_min) for spectrum in spectra.values())
+        filters = sum(graph.units[name].width for name in {*spectra, *proposals})
         chosen = _best(candidates, _limit(filters, top_k, fraction), _caps(caps, graph))
     else:
         chosen = _within_budget(candidates, graph, budget, cost, _caps(caps, graph), relax)
     chosen = _rounded(candidates, chosen, graph, round_to)
-    return SplitPlan(graph, _splits(candidates, chosen, spectra, c))
+    return _plan(graph, candidates, chosen, spectra, c, proposals, losses)
 
 
 def cut_of(
@@ -115,71 +135,6 @@ def cut_of(
     return Cut(filters if limit is None else limit, m, c, threshold)
 
 
-@dataclass
-class _Candidates:
-    """All candidates, pairs (neuron, number of copies) that gain enough, in the order of the graph."""
-
-    units: list[str]
-    unit: np.ndarray  # (n,), index into units
-    neuron: np.ndarray  # (n,)
-    copies: np.ndarray  # (n,)
-    gain: np.ndarray  # (n,), negative
-
-    def order(self) -> np.ndarray:
-        """Return the candidates by gain, largest decrease first; the sort is stable, so ties keep their order."""
-        return np.argsort(self.gain, kind="stable")
-
-
-def _check_spectra(spectra: Mapping[str, Spectrum], graph: Graph) -> None:
-    for name, spectrum in spectra.items():
-        unit = graph.units.get(name)
-        if unit is None:
-            raise ValueError(f"spectra: {name!r} is not a unit of the graph; its units are {', '.join(graph.units)}")
-        for vectors, values in ((spectrum.v_min, spectrum.lambda_min), (spectrum.v_max, spectrum.lambda_max)):
-            if tuple(vectors.shape) != (unit.width, unit.fan_in) or tuple(values.shape) != (unit.width,):
-                raise ValueError(
-                    f"spectra: {name!r} must have {unit.width} filters of {unit.fan_in} parameters, got "
-                    f"{tuple(vectors.shape)} and {tuple(values.shape)}; were they computed before the model changed?"
-                )
-
-
-def _candidates(
-    spectra: Mapping[str, Spectrum], graph: Graph, copies: tuple[int, ...], c: float, threshold: float
-) -> _Candidates:
-    names = [name for name in graph.units if name in spectra]
-    sizes = [len(spectra[name].lambda_min) for name in names]
-    unit = np.repeat(np.arange(len(names)), sizes)
-    neuron = np.concatenate([np.arange(size) for size in sizes]) if names else np.zeros(0, np.int64)
-    best = np.zeros(len(unit))
-    columns: list[list[np.ndarray]] = []
-    for m in copies:
-        gain = _gains([spectra[name] for name in names], m, c)
-        # More copies without more gain are never worth their price.
-        useful = np.flatnonzero((gain < -threshold) & (gain < best))
-        best = np.minimum(best, gain)
-        columns.append([unit[useful], neuron[useful], np.full(len(useful), m), gain[useful]])
-    found = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
-    # Sort by unit, then by copies, then by neuron: ties keep this order.
-    order = np.lexsort((found[1], found[2], found[0]))
-    return _Candidates(names, *(column[order] for column in found))
-
-
-def _gains(spectra: Sequence[Spectrum], m: int, c: float) -> np.ndarray:
-    """Return the gains of all filters of all spectra in order, each computed in the precision of its spectrum."""
-    by_kind: dict[object, list[int]] = {}
-    for place, spectrum in enumerate(spectra):
-        by_kind.setdefault((spectrum.lambda_min.dtype, spectrum.lambda_min.device), []).append(place)
-    found: dict[int, np.ndarray] = {}
-    for places in by_kind.values():
-        low, high = (
-            torch.cat([getattr(spectra[place], end) for place in places]) for end in ("lambda_min", "lambda_max")
-        )
-        gains = split_gain(low, high, m, c).double().cpu()
-        sizes = [len(spectra[place].lambda_min) for place in places]
-        found.update(zip(places, (part.numpy() for part in gains.split(sizes)), strict=True))
-    return np.concatenate([found[place] for place in range(len(spectra))]) if spectra else np.zeros(0)
-
-
 def _limit(filters: int, top_k: int | None, fraction: float | None) -> int | None:
     if top_k is not None:
         require.count("top_k", top_k, at_least=0)
@@ -202,7 +157,7 @@ def _caps(caps: int | Mapping[str, int] | None, graph: Graph) -> dict[str, float
     return {name: float(given.get(name, float("inf"))) for name in graph.units}
 
 
-def _best(candidates: _Candidates, limit: int | None, caps: Mapping[str, float]) -> np.ndarray:
+def _best(candidates: Candidates, limit: int | None, caps: Mapping[str, float]) -> np.ndarray:
     """Return the best candidates up to a limit; candidates that would grow a unit beyond its cap are skipped."""
     added = dict.fromkeys(candidates.units, 0)
     kept: list[int] = []
@@ -257,7 +212,7 @@ def _cross_prices(graph: Graph, cost: str | CostFunction, names: list[str]) -> d
 
 
 def _within_budget(
-    candidates: _Candidates,
+    candidates: Candidates,
     graph: Graph,
     budget: float,
     cost: str | CostFunction,
@@ -265,11 +220,12 @@ def _within_budget(
     relax: bool,
 ) -> np.ndarray:
     require.number("budget", budget)
-    if budget < 0:
+    can_shrink = bool((candidates.copies == 0).any())
+    if budget < 0 and not can_shrink:
         raise ValueError(f"budget must be a finite number >= 0, got {budget!r}")
     names = candidates.units
     prices = _prices(graph, cost)
-    if budget == 0 or len(candidates.gain) == 0:
+    if (budget == 0 and not can_shrink) or len(candidates.gain) == 0:
         return np.zeros(0, np.int64)
     _, neuron = np.unique(np.stack([candidates.unit, candidates.neuron]), axis=1, return_inverse=True)
     cross = _cross_prices(graph, cost, names)
@@ -287,7 +243,10 @@ def _within_budget(
     if not relax:
         # If the search runs out of time, the relaxation may have found a better plan.
         plans.append(_keep_within(knapsack, knapsack.exact, budget))
-    chosen = min((plan for plan in plans if plan is not None), key=lambda plan: candidates.gain[plan].sum())
+    found = [plan for plan in plans if plan is not None and knapsack.cost(plan) <= budget]
+    if not found:
+        raise ValueError(f"budget: no removals reach {budget:.6g}; allow more")
+    chosen = min(found, key=lambda plan: candidates.gain[plan].sum())
     first = _first_of_equals(candidates, chosen, knapsack, caps)
     # The cost is then summed in another order and may round to more than the budget.
     return first if knapsack.cost(first) <= budget else chosen
@@ -300,19 +259,22 @@ def _keep_within(knapsack: Knapsack, solve: Callable[[float], np.ndarray | None]
     high, the problem is solved again with a budget that is smaller by the same factor.
     """
     available = float(budget)
-    for _ in range(60):
+    for attempt in range(60):
         chosen = solve(available)
         if chosen is None:
             return None
         total = knapsack.cost(chosen)
         if total <= budget:
             return chosen
-        available = min(available * budget / total, available * (1 - 1e-6))
+        if budget > 0:
+            available = min(available * budget / total, available * (1 - 1e-6))
+        else:
+            available -= max(total - budget, 1e-7 * 2.0**attempt * float(np.abs(knapsack.price).max()))
     return np.zeros(0, np.int64)
 
 
 def _first_of_equals(
-    candidates: _Candidates, chosen: np.ndarray, knapsack: Knapsack, caps: Mapping[str, float]
+    candidates: Candidates, chosen: np.ndarray, knapsack: Knapsack, caps: Mapping[str, float]
 ) -> np.ndarray:
     """Return an equivalent choice where ties go to the first: neurons of equal price and gain are interchangeable."""
     options: dict[int, dict[int, int]] = {}
@@ -337,7 +299,7 @@ def _first_of_equals(
     return np.array(sorted(result), dtype=np.int64)
 
 
-def _rounded(candidates: _Candidates, chosen: np.ndarray, graph: Graph, round_to: int) -> np.ndarray:
+def _rounded(candidates: Candidates, chosen: np.ndarray, graph: Graph, round_to: int) -> np.ndarray:
     """Drop the smallest gains of every unit until its width is a multiple of `round_to`, or unchanged."""
     if round_to == 1:
         return chosen
@@ -353,25 +315,44 @@ def _rounded(candidates: _Candidates, chosen: np.ndarray, graph: Graph, round_to
     return np.array(kept, dtype=np.int64)
 
 
-def _splits(
-    candidates: _Candidates, chosen: np.ndarray, spectra: Mapping[str, Spectrum], c: float
-) -> list[NeuronSplit]:
-    """Return the optimal split of every chosen candidate, in the order of the graph."""
-    result = []
+def _plan(
+    graph: Graph,
+    candidates: Candidates,
+    chosen: np.ndarray,
+    spectra: Mapping[str, Spectrum],
+    c: float,
+    proposals: Mapping[str, Proposals],
+    losses: Mapping[str, Tensor],
+) -> SplitPlan:
+    """Return the plan of the chosen candidates, in the order of the graph."""
+    splits: list[NeuronSplit] = []
+    new: list[NewFilter] = []
+    removed: list[Removal] = []
     for index, name in enumerate(candidates.units):
+        mine = chosen[candidates.unit[chosen] == index]
+        neurons, copies = candidates.neuron[mine], candidates.copies[mine]
+        width = graph.units[name].width
+        gone = np.sort(neurons[copies == 0]).tolist()
+        removed += [Removal(name, neuron, float(losses[name][neuron])) for neuron in gone]
         for m in COPIES:
-            mine = chosen[(candidates.unit[chosen] == index) & (candidates.copies[chosen] == m)]
-            if len(mine) == 0:
-                continue
-            neurons = torch.from_numpy(np.sort(candidates.neuron[mine]))
-            spectrum = spectra[name]
-            rows = neurons.to(spectrum.lambda_min.device)
-            split = optimal_split(
-                spectrum.lambda_min[rows], spectrum.v_min[rows], spectrum.lambda_max[rows], spectrum.v_max[rows], m, c
-            )
-            gains = split.gain.tolist()
-            for position, neuron in enumerate(neurons.tolist()):
-                result.append(
-                    NeuronSplit(name, neuron, split.weights[position], split.offsets[position], gains[position])
-                )
-    return result
+            own = np.sort(neurons[(copies == m) & (neurons < width)])
+            if len(own):
+                splits += _splits(name, own, spectra[name], m, c)
+        places = np.sort(neurons[neurons >= width] - width).tolist()
+        stays = next((neuron for neuron in range(width) if neuron not in set(gone)), 0)
+        own_new = [proposals[name][place] for place in places]
+        # The channel that a new one resembles may be removed.
+        new += [replace(one, like=stays) if one.like in gone else one for one in own_new]
+    return SplitPlan(graph, splits, new, removed)
+
+
+def _splits(name: str, neurons: np.ndarray, spectrum: Spectrum, m: int, c: float) -> list[NeuronSplit]:
+    """Return the optimal splits of some neurons of a unit into m copies."""
+    rows = torch.from_numpy(neurons).to(spectrum.lambda_min.device)
+    split = optimal_split(
+        spectrum.lambda_min[rows], spectrum.v_min[rows], spectrum.lambda_max[rows], spectrum.v_max[rows], m, c
+    )
+    return [
+        NeuronSplit(name, neuron, split.weights[place], split.offsets[place], gain)
+        for place, (neuron, gain) in enumerate(zip(neurons.tolist(), split.gain.tolist(), strict=True))
+    ]

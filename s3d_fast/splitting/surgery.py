@@ -120,6 +120,7 @@ def _split(
         grown = grow_weights([change.widening for change in changes] + [value.widening for *_, value in growing])
         for change, new in zip(changes, grown[: len(changes)], strict=True):
             change.make(new)
+        _set_statistics(changes, graph, by_unit)
         for (entries, key, value), new in zip(growing, grown[len(changes) :], strict=True):
             entries[key] = regrown(new, value.axes, value.row_axis)
 
@@ -132,6 +133,24 @@ def _split(
         for module in touched:
             for name, size in fitting_sizes(module).items():
                 set_size(module, name, size)
+
+
+def _set_statistics(changes: Sequence[_Change], graph: Graph, by_unit: Mapping[str, UnitChange]) -> None:
+    """Write the given entries of new channels, such as the statistics of their BatchNorms."""
+    wanted = {name for change in by_unit.values() for own in change.statistics for name in own}
+    numbers = {number: name for number, name in enumerate(graph.units) if name in by_unit}
+    for change in changes:
+        if change.name not in wanted or change.new is None or set(change.axes) != {0}:
+            continue
+        growth, unit = change.axes[0], graph.tensors[change.name][0].unit
+        assert growth.copy is not None
+        for number, name in numbers.items():
+            mine = np.flatnonzero(unit[growth.index] == number)
+            which = by_unit[name].new_of(growth.copy[mine])
+            for place, new in zip(mine[which >= 0].tolist(), which[which >= 0].tolist(), strict=True):
+                value = by_unit[name].statistics[new].get(change.name)
+                if value is not None:
+                    change.new[place] = value
 
 
 def _check_outputs(model: nn.Module, example_input: Any, plan: SplitPlan, split: Callable[[], None]) -> None:
@@ -191,6 +210,7 @@ class _GrowingState:
 class _Change:
     """A change of one parameter or buffer: how its value grows, and how its entries of optimizer state grow."""
 
+    name: str
     old: Tensor
     holders: list[Holder]  # every table that holds the tensor
     axes: Mapping[int, AxisGrowth]
@@ -226,7 +246,7 @@ def _changes(model: nn.Module, graph: Graph, by_unit: Mapping[str, UnitChange], 
         tensor = stored[name]
         row_axis, shift = _shift(name, tensor, graph, by_unit, axes, eps)
         made = widening(tensor.detach(), _without_new_rows(axes, row_axis), row_axis, shift)
-        changes.append(_Change(tensor, holders[id(tensor)], axes, row_axis, made))
+        changes.append(_Change(name, tensor, holders[id(tensor)], axes, row_axis, made))
     return changes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +28,23 @@ class UnitChange:
         move_of: (all copies,), the row of `moves` that is added to a copy's filter; -1 for none.
         offsets: (all copies of split neurons, D), in units of the step.
         filters: (new filters, D).
+        statistics: entries of new channels that are given, for every new filter.
     """
 
     copies: Copies
     move_of: np.ndarray
     offsets: Tensor
     filters: Tensor
+    statistics: Sequence[Mapping[str, float]] = ()
+
+    def new_of(self, copy: np.ndarray) -> np.ndarray:
+        """Return which new filter each of these copies is; negative for those that are not new."""
+        return np.where(copy >= 0, self.move_of[np.maximum(copy, 0)], -1) - len(self.offsets)
 
     def moves(self, eps: float) -> Tensor:
         """Return what is added to filters: the steps of copies, and new filters, which are added to zero."""
         steps = eps * self.offsets
-        return torch.cat([steps, self.filters.to(steps)]) if len(self.filters) else steps
+        return torch.cat([steps, self.filters.to(steps.device)]) if len(self.filters) else steps
 
 
 def unit_changes(plan: SplitPlan) -> dict[str, UnitChange]:
@@ -92,7 +98,7 @@ def _change(
     order = np.lexsort((is_new, channel))
     count = np.bincount(channel, minlength=unit.width)
     copies = Copies(count, weight[order], is_new[order] if len(new) else None)
-    return UnitChange(copies, move_of[order], offsets, filters)
+    return UnitChange(copies, move_of[order], offsets, filters, [one.statistics for one in new])
 
 
 def _require_fit(plan: SplitPlan) -> None:
