@@ -55,7 +55,9 @@ def grow_step(
     example_input: Any = None,
     also: Sequence[nn.Module] = (),
     units: Sequence[str] | None = None,
-    eps: float = 0.01,
+    eps: float | str = 0.01,
+    splits: bool = True,
+    new_filters: Mapping[str, Any] | None = None,
     curvature: str = "exact",
     solver: Mapping[str, Any] | None = None,
     rows_per_sample: int | None = 64,
@@ -83,7 +85,9 @@ def grow_step(
         example_input: as for `trace`; by default the input of the first batch.
         also: other models that must grow alike, such as an exponential moving average of the weights.
         units: names of the units that may be split; all by default.
-        eps: the size of a split.
+        eps: the size of a split, as for `Grower`.
+        splits: whether to split neurons.
+        new_filters: add new filters, which compete with splits; options for `propose_filters`.
         curvature: as for `capture`.
         solver: options for `extremal_eigenpairs`; without a tolerance, the noise of the data decides, as in `Grower`.
         rows_per_sample: as for `capture`; None keeps all.
@@ -118,6 +122,8 @@ def grow_step(
         progress=progress and world.is_first,
         also=also,
         measure=False,
+        splits=splits,
+        new_filters=new_filters,
     )
     with whole(inner, optimizer):
         check_optimizer(optimizer, inner)

@@ -21,6 +21,7 @@ from s3d_fast.base.world import World, existing
 from s3d_fast.growth import checkpoint
 from s3d_fast.growth.loggers import Logger, log_epoch, log_phase
 from s3d_fast.growth.saved_state import SavedState, state_of
+from s3d_fast.growth.separation import distances
 from s3d_fast.growth.split_step import Options, SplitStep, timed
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
@@ -61,7 +62,8 @@ class Grower:
         phases: the number of phases; there is a split between every two.
         trained: whether the model is already trained; the first phase then begins with its evaluation.
         evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
-        eps: the size of a split.
+        eps: the size of a split: a number; or a share of the filter's length, such as "relative:0.3"; or "search", the
+            share between 0.03 and 0.9 with the least loss on the batches.
         curvature: as for `capture`.
         selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
             phase and the graph that returns them.
@@ -72,6 +74,11 @@ class Grower:
         rows_per_sample: as for `capture`; None keeps all.
         memory_budget: the bytes that splitting operators may hold in memory, as for `capture`.
         units: names of the units that may be split; all by default.
+        splits: whether neurons are split; False makes sense with `new_filters`.
+        new_filters: add new filters, which compete with splits; options for `propose_filters`, such as
+            dict(kind="firefly").
+        fresh: other batches, a list or a function of the phase, on which every phase measures what share of the
+            promised gain is real; this takes another capture.
         plan: makes the split plan from the phase and the graph; it replaces capture, eigenpairs and selection.
         out: a folder for checkpoints, the history and a description of the run, see `RunFolder`. Without a folder
             nothing is written, and the run cannot be resumed.
@@ -106,13 +113,16 @@ class Grower:
         phases: int,
         trained: bool = False,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
-        eps: float = 0.01,
+        eps: float | str = 0.01,
         curvature: str = "exact",
         selection: Options | Callable[[int, Graph], Options] | None = None,
         solver: Options | None = None,
         rows_per_sample: int | None = 64,
         memory_budget: int | str | None = None,
         units: Sequence[str] | None = None,
+        splits: bool = True,
+        new_filters: Options | None = None,
+        fresh: Sequence[Any] | Callable[[int], Iterable[Any]] | None = None,
         plan: Callable[[int, Graph], SplitPlan] | None = None,
         out: str | Path | None = None,
         name: str | None = None,
@@ -132,6 +142,8 @@ class Grower:
         self.solver = {} if solver is None else dict(solver)
         self.rows_per_sample = rows_per_sample
         self.memory_budget, self.units, self.plan = memory_budget, units, plan
+        self.splits, self.fresh = splits, fresh
+        self.new_filters = None if new_filters is None else dict(new_filters)
         self.folder = None if out is None else RunFolder(out)
         self.seed, self.after_phase, self.progress = seed, after_phase, progress
         self.world = existing() if world is None else world
@@ -229,6 +241,9 @@ class Grower:
         with timed(phase, "evaluate"):
             if self.evaluate is not None:
                 phase.metrics = {name: float(value) for name, value in self.evaluate(self.model).items()}
+        if self.history and self.history[-1].copies:
+            found = distances(self.model, self.graph, self.history[-1].copies)
+            phase.apart = float(found.median()) if len(found) else None
         if self.folder is not None and self.world.is_first:
             checkpoint.save_grown(self.model, self.folder.file("network", index))
         if index + 1 < self.phases:
@@ -279,6 +294,9 @@ class Grower:
             plan=self.plan,
             world=self.world,
             progress=self.progress,
+            splits=self.splits,
+            new_filters=self.new_filters,
+            fresh=self.fresh,
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -295,6 +313,9 @@ class Grower:
             "units": self.units,
             "optimizer": type(self.optimizer).__name__,
         }
+        # Only where they differ from what every run had before they could be set.
+        settings |= {"splits": False} if not self.splits else {}
+        settings |= {"new_filters": self.new_filters} if self.new_filters is not None else {}
         # A function is compared by its name: its address changes from run to run.
         return json.loads(json.dumps(settings, default=_name_of))
 

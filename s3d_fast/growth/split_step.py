@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from s3d_fast.base import byte_counts
+from s3d_fast.base import byte_counts, require
 from s3d_fast.base.batches import are_the_same
 from s3d_fast.base.losses import checked_loss
 from s3d_fast.base.world import World
@@ -21,13 +24,18 @@ from s3d_fast.capture.all_batches import Captured, capture
 from s3d_fast.capture.curvature import GROWTH_FLOOR, Curvature
 from s3d_fast.capture.sampling import Sampling
 from s3d_fast.capture.sharding import of_all_processes
-from s3d_fast.network.graph import Graph
+from s3d_fast.growth.separation import copies_after, steps_to_part
+from s3d_fast.growth.step_size import StepSize
+from s3d_fast.network.graph import Graph, filter_lengths, stored_tensors
 from s3d_fast.network.undisturbed import undisturbed
+from s3d_fast.network.wrapping import inside
+from s3d_fast.operators import SplittingOperator
 from s3d_fast.records.record import Phase
 from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.solvers import Spectrum, Status, extremal_eigenpairs
 from s3d_fast.solvers.noise import COARSE_DELTA, COARSEST, sampling_errors, worthwhile_tolerance
-from s3d_fast.splitting.plan import SplitPlan
+from s3d_fast.splitting.new_filters import KINDS, Proposals, propose_filters
+from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 from s3d_fast.splitting.selection import cut_of, select
 from s3d_fast.splitting.surgery import apply_splits
 
@@ -40,7 +48,7 @@ class SplitStep:
 
     loss_fn: Callable[[Any, Any], Tensor]
     batches: Iterable[Any] | Callable[[int], Iterable[Any]]
-    eps: float
+    eps: float | str
     curvature: str
     selection: Options | Callable[[int, Graph], Options]
     solver: Options
@@ -54,10 +62,26 @@ class SplitStep:
     also: Sequence[nn.Module] = ()
     # Whether to evaluate the loss after the split.
     measure: bool = True
+    # Whether to split neurons; and options for `propose_filters`, if filters are to be added.
+    splits: bool = True
+    new_filters: Options | None = None
+    # Other batches, which tell how much of the promised gain is real.
+    fresh: Iterable[Any] | Callable[[int], Iterable[Any]] | None = None
+
+    @property
+    def step(self) -> StepSize:
+        """The size of a split."""
+        return StepSize.of(self.eps)
 
     def check(self, graph: Graph) -> Options:
         """Return the options of the first selection; raise ValueError or TypeError on bad options, before training."""
-        Curvature(self.curvature, self.eps)
+        Curvature(self.curvature, self.step.size, self.step.relative)
+        if not self.splits and self.new_filters is None:
+            raise ValueError(
+                "splits is False and new_filters is None, so there is nothing to grow by; give one of them"
+            )
+        if self.new_filters is not None:
+            _check_proposal_options(self.new_filters)
         if self.memory_budget is not None:
             byte_counts.as_bytes("memory_budget", self.memory_budget)
         for name in self.units or ():
@@ -86,17 +110,27 @@ class SplitStep:
             batches: Any = given if are_the_same(given) else list(given)
             phase.batches = int(self.world.sum(len(batches))[0])
         plan = self._plan(phase, model, graph, batches, folder)
-        # A search that ran out of time can end differently in each process: all take the first one's splits.
-        plan = replace(plan, splits=self.world.same(plan.splits))
+        # A search that ran out of time can end differently in each process: all take the first one's plan.
+        changes = self.world.same((plan.splits, plan.new, plan.removed))
+        plan = replace(plan, splits=changes[0], new=changes[1], removed=changes[2])
         for name, splits in plan.by_unit().items():
             phase.gains[name] = sum(split.gain for split in splits)
             phase.new_filters[name] = sum(split.copies - 1 for split in splits)
-        phase.splits, phase.negative = len(plan), sum(bool((split.weights < 0).any()) for split in plan.splits)
-        phase.predicted_change = plan.predicted_change(self.eps)
+        for one in plan.new:
+            phase.new_filters[one.unit] = phase.new_filters.get(one.unit, 0) + 1
+        phase.splits, phase.added, phase.removed = len(plan.splits), len(plan.new), len(plan.removed)
+        phase.negative = sum(bool((split.weights < 0).any()) for split in plan.splits)
+        phase.slope = plan.slope
         if not len(plan):
             return plan
+        with timed(phase, "select"):
+            eps = self._size(plan, model, batches)
+        phase.eps, phase.relative = eps, self.step.relative
+        phase.predicted_change = plan.predicted_change(eps)
+        phase.copies = copies_after(plan)
+        phase.steps_to_part = _steps_to_part(plan, eps, model, optimizer)
         with timed(phase, "split"):
-            apply_splits(model, plan, self.eps, optimizer, also=self.also)
+            apply_splits(model, plan, eps, optimizer, also=self.also)
         if self.measure:
             # The loss after the split, for comparison with the prediction.
             with timed(phase, "measure"):
@@ -106,33 +140,47 @@ class SplitStep:
     def _plan(
         self, phase: Phase, model: nn.Module, graph: Graph, batches: Collection[Any], folder: RunFolder | None
     ) -> SplitPlan:
-        """Return the splits of this phase: those that gain the most, or the choice of the function `plan`."""
+        """Return the changes of this phase: those that gain the most, or the choice of the function `plan`."""
         if self.plan is not None:
             with timed(phase, "measure"):
                 phase.loss = self._loss(model, batches)
             with timed(phase, "select"):
-                return self.plan(phase.index, graph)
-        with timed(phase, "capture"):
-            operators = self.world.together(
-                lambda: capture(
-                    model,
-                    self.loss_fn,
-                    batches,
-                    graph,
-                    units=self.units,
-                    curvature=self.curvature,
-                    eps=self.eps,
-                    floor=GROWTH_FLOOR,
-                    rows_per_sample=self.rows_per_sample,
-                    memory_budget=self.memory_budget,
-                    progress=self.progress,
-                )
-            )
-            operators = of_all_processes(operators, len(batches), self.world)
-        phase.loss = operators.loss
+                plan = self.plan(phase.index, graph)
+                return plan.relative_to(model) if self.step.relative else plan
         selection = self._selection(phase.index, graph)
+        lengths = _lengths(graph, model) if self.step.relative else None
+        spectra: dict[str, Spectrum] = {}
+        proposals: dict[str, Proposals] = {}
+        if self.splits:
+            spectra = self._spectra(phase, model, graph, batches, folder, selection, lengths)
+        if self.new_filters is not None:
+            with timed(phase, "capture"):
+                if not self.splits:
+                    phase.loss = self._loss(model, batches)
+                proposals = self.world.together(lambda: self._proposals(model, graph, batches))
+        with timed(phase, "select"):
+            plan = select(spectra, graph, proposals=proposals, eps=self.step.size, lengths=lengths, **selection)
+        if self.fresh is not None and plan.splits:
+            with timed(phase, "measure"):
+                phase.kept = self._kept(phase, model, graph, plan)
+        return plan
+
+    def _spectra(
+        self,
+        phase: Phase,
+        model: nn.Module,
+        graph: Graph,
+        batches: Collection[Any],
+        folder: RunFolder | None,
+        selection: Options,
+        lengths: Mapping[str, Tensor] | None,
+    ) -> dict[str, Spectrum]:
+        """Return the spectra of all units, and record what they took."""
+        with timed(phase, "capture"):
+            operators = self._captured(model, graph, batches)
+        phase.loss = operators.loss
         with timed(phase, "solve"):
-            spectra = self._solved(phase, operators, selection)
+            spectra = self._solved(phase, operators, selection, lengths)
         # Read after the solver, which loads parts of a scratch file into memory.
         phase.memory = operators.nbytes
         if operators.plan is not None:
@@ -144,18 +192,71 @@ class SplitStep:
         if folder is not None and self.world.is_first:
             ends = {name: (spectrum.lambda_min, spectrum.lambda_max) for name, spectrum in spectra.items()}
             folder.write_spectra(phase.index, ends)
-        with timed(phase, "select"):
-            return select(spectra, graph, **selection)
+        return spectra
+
+    def _captured(
+        self, model: nn.Module, graph: Graph, batches: Collection[Any], units: Sequence[str] | None = None
+    ) -> Captured:
+        """Return the operators of all units, or of some, on the batches of all processes."""
+        operators = self.world.together(
+            lambda: capture(
+                model,
+                self.loss_fn,
+                batches,
+                graph,
+                units=self.units if units is None else units,
+                curvature=self.curvature,
+                eps=self.step.size,
+                relative=self.step.relative,
+                floor=GROWTH_FLOOR,
+                rows_per_sample=self.rows_per_sample,
+                memory_budget=self.memory_budget,
+                progress=self.progress,
+            )
+        )
+        return of_all_processes(operators, len(batches), self.world)
+
+    def _proposals(self, model: nn.Module, graph: Graph, batches: Collection[Any]) -> dict[str, Proposals]:
+        """Return new filters to choose among; in several processes, the first one's batches decide."""
+        generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        options = {"units": self.units, "generator": generator, **(self.new_filters or {})}
+        return propose_filters(model, self.loss_fn, batches, graph, **options)
+
+    def _kept(self, phase: Phase, model: nn.Module, graph: Graph, plan: SplitPlan) -> float:
+        """Return the share of the promised gain that splits have on other data."""
+        assert self.fresh is not None
+        given = self.fresh(phase.index) if callable(self.fresh) else self.fresh
+        batches: Any = given if are_the_same(given) else list(given)
+        splits = plan.by_unit()
+        operators = self._captured(model, graph, batches, list(splits))
+        return kept_gain(operators, splits) / plan.gain
+
+    def _size(self, plan: SplitPlan, model: nn.Module, batches: Collection[Any]) -> float:
+        """Return the size of the step: the one with the least loss on the batches, if several are to be tried."""
+        sizes = self.step.sizes()
+        if len(sizes) == 1 or not plan.splits:
+            return self.step.size
+        losses = []
+        for size in sizes:
+            trial = copy.deepcopy(inside(model))
+            apply_splits(trial, plan, size)
+            losses.append(self._loss(trial, batches))
+        return sizes[min(range(len(sizes)), key=losses.__getitem__)]
 
     @property
     def _tol(self) -> float | None:
         """The tolerance of eigenpairs; None lets the noise of the data decide."""
         return self.solver.get("tol")
 
-    def _solved(self, phase: Phase, operators: Captured, selection: Options) -> dict[str, Spectrum]:
+    def _solved(
+        self, phase: Phase, operators: Captured, selection: Options, lengths: Mapping[str, Tensor] | None
+    ) -> dict[str, Spectrum]:
         """Return the spectra, as exact as the selection of splits and the noise of the data ask for."""
         filters = sum(operator.shape[0] for operator in operators.values())
-        until = cut_of(filters, **selection)
+        # Where new filters compete, gains of splits alone do not decide.
+        until = cut_of(filters, **selection) if self.new_filters is None else None
+        if until is not None and lengths is not None:
+            until = replace(until, weights=[lengths[name].square() for name in operators])
 
         def solve(tol: float, **coarse: Any) -> dict[str, Spectrum]:
             phase.tol = tol
@@ -200,6 +301,46 @@ class SplitStep:
 
     def _selection(self, phase: int, graph: Graph) -> Options:
         return self.selection(phase, graph) if callable(self.selection) else self.selection
+
+
+def kept_gain(operators: Mapping[str, SplittingOperator], splits: Mapping[str, Sequence[NeuronSplit]]) -> float:
+    """Return the sum of w_k delta_k^T S delta_k over all copies of splits, with the operators' S."""
+    total = 0.0
+    for name, own in splits.items():
+        operator = operators[name]
+        for copies in sorted({split.copies for split in own}):
+            same = [split for split in own if split.copies == copies]
+            neurons = torch.tensor([split.neuron for split in same], device=operator.device)
+            offsets = torch.stack([split.offsets for split in same], 1).to(operator.device, operator.dtype)
+            weights = torch.stack([split.weights for split in same], 1).to(offsets)  # (m, n)
+            products = operator.restrict(neurons).matvec(offsets.contiguous())  # (m, n, D)
+            total += float((weights * (offsets * products).sum(-1)).double().sum())
+    return total
+
+
+def _lengths(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
+    """Return the lengths of all filters, by unit."""
+    stored = stored_tensors(inside(model))
+    return {name: filter_lengths(unit, stored) for name, unit in graph.units.items()}
+
+
+def _steps_to_part(
+    plan: SplitPlan, eps: float, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> float | None:
+    """Return how many steps copies take to part, by the formula for gradient descent; None for other optimizers."""
+    if not isinstance(optimizer, torch.optim.SGD) or not plan.splits:
+        return None
+    group = optimizer.param_groups[0]
+    found = steps_to_part(plan, eps, _lengths(plan.graph, model), float(group["lr"]), float(group["momentum"]))
+    return found if math.isfinite(found) else None
+
+
+def _check_proposal_options(options: Options) -> None:
+    known = inspect.signature(propose_filters).parameters
+    for name in options:
+        if name not in known or known[name].kind is not inspect.Parameter.KEYWORD_ONLY:
+            raise ValueError(f"new_filters: {name!r} is not an option of propose_filters")
+    require.choice("kind", options.get("kind", "random"), KINDS)
 
 
 def _unfinished(spectrum: Spectrum) -> int:

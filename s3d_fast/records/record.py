@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
-from s3d_fast.records.json_records import READERS, mapping, read, shown
+from s3d_fast.records.json_records import READERS, count, mapping, read, shown
 
 EIGEN_STAGES = ("capture", "solve", "select", "split", "measure")
 """The stages of a phase that belong to splitting; the others are training and evaluation."""
@@ -55,9 +55,20 @@ class PhaseRecord:
         gains: the sum of the gains of every unit's splits.
         new_filters: the number of new filters of every unit.
         splits: how many neurons were split.
+        added: how many filters are new.
+        removed: how many neurons were removed.
+        slope: the sum of the slopes of the loss at the output weights of new filters.
         negative: how many of them got a copy with a negative weight; always 0 in S2D.
         unconverged: how many filters have eigenpairs that did not reach the tolerance.
         batches: how many batches all processes computed the split on.
+        eps: the size of the split.
+        relative: whether that is a share of the lengths of filters.
+        kept: the share of the promised gain that splits have on other data.
+        copies: where the copies of every split neuron stand after the split: [first, number], by unit.
+        steps_to_part: after how many steps copies are as far apart as their filter is long, by the formula for gradient
+            descent; the median.
+        apart: how far apart copies of the split before this phase are when it ends, relative to their length; the
+            median.
         tol: the tolerance of eigenpairs, relative to the spectral radius.
         sampling_error: the median standard error of eigenvalues over the batches, relative to the spectral radius.
         matvecs: how many products S v the slowest filter took.
@@ -78,9 +89,18 @@ class PhaseRecord:
     gains: dict[str, float] = field(default_factory=dict)
     new_filters: dict[str, int] = field(default_factory=dict)
     splits: int = 0
+    added: int = 0
+    removed: int = 0
+    slope: float = 0.0
     negative: int = 0
     unconverged: int = 0
     batches: int = 0
+    eps: float | None = None
+    relative: bool = False
+    kept: float | None = None
+    copies: dict[str, list[list[int]]] = field(default_factory=dict)
+    steps_to_part: float | None = None
+    apart: float | None = None
     tol: float | None = None
     sampling_error: float | None = None
     matvecs: int = 0
@@ -149,7 +169,28 @@ def read_phase(where: str, value: Any) -> PhaseRecord:
     Raises:
         ValueError: a field has a wrong value. The message says where, what was expected and what was found.
     """
-    return read(PhaseRecord, where, value, {**READERS, "list[Epoch]": _epochs})
+    return read(
+        PhaseRecord,
+        where,
+        value,
+        {**READERS, "list[Epoch]": _epochs, "bool": _truth, "dict[str, list[list[int]]]": _groups},
+    )
+
+
+def _truth(where: str, value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: {name} must be true or false, got {shown(value)}")
+    return value
+
+
+def _groups(where: str, value: Any, name: str) -> dict[str, list[list[int]]]:
+    place = f"{where}: {name}"
+    found: dict[str, list[list[int]]] = {}
+    for key, pairs in mapping(place, value).items():
+        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"{place} must hold lists of pairs, got {shown(pairs)} for {key!r}")
+        found[key] = [[count(place, part, key) for part in pair] for pair in pairs]
+    return found
 
 
 def _epochs(where: str, value: Any, name: str) -> list[Epoch]:

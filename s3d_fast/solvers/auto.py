@@ -36,7 +36,9 @@ class Auto(Solver):
         formed = [place for place, one in enumerate(operators) if prefers_exact(one, tol, problem.backend)]
         others = [place for place in range(len(operators)) if place not in formed]
         exact = Exact().solve(problem.restricted(formed))
-        lanczos = self._iterate(replace(problem.restricted(others), known=exact))
+        weights = None if problem.until is None else problem.until.weights
+        known = () if weights is None else [weights[place] for place in formed]
+        lanczos = self._iterate(replace(problem.restricted(others), known=exact, known_weights=known))
         found = dict(zip(formed + others, exact + lanczos, strict=True))
         return [found[place] for place in range(len(operators))]
 

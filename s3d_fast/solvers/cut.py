@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class Cut:
         m, c: the number of copies and the bound on the weights, as for `split_gain`.
         threshold: a filter that gains no more than this is out.
         inside: a filter that is in stops when its gain is known to this share of the largest gain it may have.
+        weights: factors of the gains of every operator's filters, (M,) each, such as the squared lengths of filters
+            whose steps are relative; 1 by default.
     """
 
     count: int
@@ -28,6 +31,7 @@ class Cut:
     c: float = 1.0
     threshold: float = 0.0
     inside: float = 0.3
+    weights: Sequence[Tensor] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         require.count("count", self.count)
@@ -36,16 +40,25 @@ class Cut:
         require.number("threshold", self.threshold)
         require.positive("inside", self.inside)
 
-    def ranking(self, filters: int, device: torch.device) -> Ranking:
-        """Return what is known of the gains of so many filters: nothing yet."""
-        return Ranking(self, filters, device)
+    def restricted(self, places: Sequence[int]) -> Cut:
+        """Return the cut for the operators at these places."""
+        return self if self.weights is None else replace(self, weights=[self.weights[place] for place in places])
+
+    def ranking(self, filters: int, device: torch.device, known: Sequence[Tensor] = ()) -> Ranking:
+        """Return what is known of the gains of so many filters: nothing yet; `known` are further weights."""
+        return Ranking(self, filters, device, known)
 
 
 class Ranking:
     """The certified intervals of all filters' gains, as a solver narrows them."""
 
-    def __init__(self, cut: Cut, filters: int, device: torch.device) -> None:
+    def __init__(self, cut: Cut, filters: int, device: torch.device, known: Sequence[Tensor] = ()) -> None:
         self.cut = cut
+        self.weight = torch.ones(filters, dtype=torch.float64, device=device)
+        if cut.weights is not None:
+            given = torch.cat([weights.to(self.weight) for weights in (*cut.weights, *known)])
+            require.shape("weights", given, (filters,))
+            self.weight = given
         self.lower = torch.zeros(filters, dtype=torch.float64, device=device)
         self.upper = torch.full_like(self.lower, math.inf)
 
@@ -59,8 +72,9 @@ class Ranking:
         values, widths = (torch.where(finite[:, None], tensor, 0) for tensor in (values, widths))
         low, high = values.double().unbind(-1)
         high = torch.maximum(low, high)
-        self.lower[places] = self._gain(low, high)
-        self.upper[places] = self._gain(low - widths[:, 0], high + widths[:, 1])
+        weight = self.weight[places]
+        self.lower[places] = weight * self._gain(low, high)
+        self.upper[places] = weight * self._gain(low - widths[:, 0], high + widths[:, 1])
 
     def decided(self, places: Tensor, values: Tensor, tol: float) -> Tensor:
         """Return which of the filters at `places` may stop: out, or in and known well, or known to `tol`."""
@@ -70,7 +84,7 @@ class Ranking:
         is_in = (lower > first_out) & (lower > cut.threshold)
         radius = values.double().abs().amax(-1).nan_to_num(0)
         open_part = upper - lower
-        known = open_part <= tol * self._gain(-radius, radius)
+        known = open_part <= tol * self.weight[places] * self._gain(-radius, radius)
         return is_out | (is_in & (open_part <= cut.inside * upper)) | known
 
     def _gain(self, low: Tensor, high: Tensor) -> Tensor:

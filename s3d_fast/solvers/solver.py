@@ -31,6 +31,7 @@ class Eigenproblem:
         progress: show a counter of the steps.
         until: stop at the filters for which it is certain whether they belong to those that gain the most.
         known: what is known of gains beyond these operators' filters.
+        known_weights: the weights of those gains, if the cut has weights.
     """
 
     operators: Sequence[SplittingOperator]
@@ -40,13 +41,14 @@ class Eigenproblem:
     progress: bool = False
     until: Cut | None = None
     known: Sequence[Spectrum] = ()
+    known_weights: Sequence[Tensor] = ()
 
     def ranking(self, device: torch.device) -> Ranking | None:
         """Return the ranking of all filters, those of the operators first; None without a cut."""
         if self.until is None:
             return None
         own = sum(operator.shape[0] for operator in self.operators)
-        ranking = self.until.ranking(own + sum(map(len, self.known)), device)
+        ranking = self.until.ranking(own + sum(map(len, self.known)), device, self.known_weights)
         first = own
         for spectrum in self.known:
             places = torch.arange(first, first + len(spectrum), device=device)
@@ -58,7 +60,8 @@ class Eigenproblem:
     def restricted(self, places: Sequence[int]) -> Eigenproblem:
         """Return the problem of the operators at these places."""
         operators, starts = [self.operators[i] for i in places], [self.starts[i] for i in places]
-        return replace(self, operators=operators, starts=starts)
+        until = None if self.until is None else self.until.restricted(places)
+        return replace(self, operators=operators, starts=starts, until=until)
 
 
 class Solver(ABC):

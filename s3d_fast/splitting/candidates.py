@@ -112,8 +112,9 @@ def with_others(
     losses: Mapping[str, Tensor],
     eps: float,
     threshold: float,
+    relative: bool,
 ) -> Candidates:
-    """Return the candidates together with new filters and removals."""
+    """Return the candidates together with new filters and removals; steps of output weights may be relative."""
     names = [name for name in graph.units if name in candidates.units or name in proposals or name in losses]
     place = {name: index for index, name in enumerate(names)}
     columns = [
@@ -124,7 +125,7 @@ def with_others(
     ]
     parts = [columns]
     for name, own in proposals.items():
-        gain = -2 / eps * own.slope.double().cpu().numpy()
+        gain = -2 / eps * (own.slope * own.reach if relative else own.slope).double().cpu().numpy()
         useful = np.flatnonzero(gain < -threshold)
         neuron = graph.units[name].width + useful
         parts.append([np.full(len(useful), place[name]), neuron, np.full(len(useful), 2), gain[useful]])

@@ -46,6 +46,7 @@ class Proposals:
     theta: Tensor  # (K, D)
     like: tuple[int, ...]  # (K,), the channel from which followers are copied
     slope: Tensor  # (K,), float64
+    reach: Tensor  # (K,), float64: the length of the output weights of the channel that a filter resembles
     statistics: Mapping[str, Tensor]  # name of a BatchNorm's buffer -> (K,), its entries for the new channels
 
     def __len__(self) -> int:
@@ -64,6 +65,7 @@ class Proposals:
             theta=self.theta[index.to(self.theta.device)],
             like=tuple(self.like[place] for place in places),
             slope=self.slope[index],
+            reach=self.reach[index],
             statistics={name: values[index.to(values.device)] for name, values in self.statistics.items()},
         )
 
@@ -119,7 +121,9 @@ def propose_filters(
     stored = stored_tensors(inside(model))
     many = tries if kind == "firefly" else 1
     found = {
-        name: _drawn(graph.units[name], many * count, stored, generator) for name, count in wanted.items() if count
+        name: _drawn(graph, graph.units[name], many * count, stored, generator)
+        for name, count in wanted.items()
+        if count
     }
     if not found:
         return {}
@@ -144,7 +148,7 @@ def _number(number: int | Mapping[str, int] | None, unit: Unit) -> int:
     return count
 
 
-def _drawn(unit: Unit, count: int, stored: Mapping[str, Tensor], generator: torch.Generator) -> Proposals:
+def _drawn(graph: Graph, unit: Unit, count: int, stored: Mapping[str, Tensor], generator: torch.Generator) -> Proposals:
     """Return random filters of a unit."""
     lengths = filter_lengths(unit, stored)
     # A filter of zeros, as a stream may have at first, would give new ones nothing to begin with.
@@ -154,7 +158,22 @@ def _drawn(unit: Unit, count: int, stored: Mapping[str, Tensor], generator: torc
     theta = torch.randn(count, unit.fan_in, dtype=torch.float64, generator=generator, device=device).cpu()
     theta *= (lengths[torch.tensor(like)] / theta.norm(dim=1)).unsqueeze(1)
     weight = stored[unit.filters[0].weight]
-    return Proposals(unit.name, theta.to(weight), tuple(like), torch.zeros(count, dtype=torch.float64), {})
+    reach = output_lengths(graph, unit.name, stored)[torch.tensor(like)]
+    return Proposals(unit.name, theta.to(weight), tuple(like), torch.zeros_like(reach), reach, {})
+
+
+def output_lengths(graph: Graph, unit: str, stored: Mapping[str, Tensor]) -> Tensor:  # (M,), float64
+    """Return, for every channel of a unit, the length of all weights with which its consumers read it."""
+    number = list(graph.units).index(unit)
+    squares = torch.zeros(graph.units[unit].width, dtype=torch.float64)
+    for name, axes in graph.tensors.items():
+        for axis, layout in axes.items():
+            places = np.flatnonzero((layout.unit == number) & (layout.role == READ))
+            if len(places):
+                rows = stored[name].detach().movedim(axis, 0)[torch.from_numpy(places).to(stored[name].device)]
+                own = rows.reshape(len(places), -1).double().square().sum(1).cpu()
+                squares.index_add_(0, torch.from_numpy(layout.channel[places]), own)
+    return squares.sqrt()
 
 
 def _steepest(own: Proposals, count: int) -> Proposals:

@@ -39,6 +39,7 @@ def select(
     proposals: Mapping[str, Proposals] | None = None,
     losses: Mapping[str, Tensor] | None = None,
     eps: float | None = None,
+    lengths: Mapping[str, Tensor] | None = None,
 ) -> SplitPlan:
     """Choose which neurons to split, and into how many copies; which filters to add; and which neurons to remove.
 
@@ -71,6 +72,8 @@ def select(
         losses: by how much the removal of each neuron would raise the loss, >= 0, by unit; needs a budget, which may be
             negative. A neuron is split or removed, not both, and two neurons of every unit stay.
         eps: the step that will be made; needed with proposals and losses.
+        lengths: the lengths of filters, (M,) by unit, if steps are relative to them. Gains and offsets are then in
+            units of them; the output weights of a new filter make a step relative to those of the channel it resembles.
 
     Raises:
         ValueError: bad arguments, or spectra that do not belong to the graph.
@@ -97,10 +100,12 @@ def select(
     proposals, losses = proposals or {}, losses or {}
     check_others(proposals, losses, graph, eps, budget, round_to)
 
+    if lengths is not None:
+        spectra = {name: _in_lengths(name, spectrum, lengths) for name, spectrum in spectra.items()}
     candidates = split_candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold)
     if proposals or losses:
         assert eps is not None
-        candidates = with_others(candidates, graph, proposals, losses, eps, threshold)
+        candidates = with_others(candidates, graph, proposals, losses, eps, threshold, lengths is not None)
     if budget is None:
         filters = sum(graph.units[name].width for name in {*spectra, *proposals})
         chosen = _best(candidates, _limit(filters, top_k, fraction), _caps(caps, graph))
@@ -108,6 +113,21 @@ def select(
         chosen = _within_budget(candidates, graph, budget, cost, _caps(caps, graph), relax)
     chosen = _rounded(candidates, chosen, graph, round_to)
     return _plan(graph, candidates, chosen, spectra, c, proposals, losses)
+
+
+def _in_lengths(name: str, spectrum: Spectrum, lengths: Mapping[str, Tensor]) -> Spectrum:
+    """Return the spectrum of a unit whose parameters are measured in units of their filters' lengths."""
+    if name not in lengths:
+        raise ValueError(f"lengths: {name!r} has spectra but no lengths")
+    own = lengths[name].to(spectrum.lambda_min)
+    require.shape(f"lengths of {name!r}", own, tuple(spectrum.lambda_min.shape))
+    return replace(
+        spectrum,
+        lambda_min=spectrum.lambda_min * own.square(),
+        lambda_max=spectrum.lambda_max * own.square(),
+        v_min=spectrum.v_min * own.unsqueeze(-1),
+        v_max=spectrum.v_max * own.unsqueeze(-1),
+    )
 
 
 def cut_of(

@@ -26,6 +26,7 @@ from s3d_fast import (
     trace,
 )
 from s3d_fast.maths.schemes import split_gain
+from s3d_fast.network.graph import filter_lengths
 from tests.model_cases import BY_NAME, squared_error, traced
 
 EPS = 0.1
@@ -80,7 +81,12 @@ def test_the_best_within_a_budget(seed: int, share: float, cost: str, m: int | s
     spectra = SMALL.spectra if kinds != "both" else {}
     proposals = {
         name: Proposals(
-            name, own.theta, own.like, torch.rand(2, generator=generator, dtype=torch.float64) * 0.02, own.statistics
+            name,
+            own.theta,
+            own.like,
+            torch.rand(2, generator=generator, dtype=torch.float64) * 0.02,
+            own.reach,
+            own.statistics,
         )
         for name, own in (SMALL.proposals if kinds != "removals" else {}).items()
     }
@@ -132,6 +138,31 @@ def test_a_smaller_step_favours_new_filters() -> None:
 
     assert new(1e-6) == 3
     assert new(1e6) == 0
+
+
+def test_relative_steps() -> None:
+    stored = dict(SMALL.model.named_parameters())
+    lengths = {name: filter_lengths(unit, stored) for name, unit in SMALL.graph.units.items()}
+    plan = select(SMALL.spectra, SMALL.graph, lengths=lengths)
+    plain = select(SMALL.spectra, SMALL.graph)
+    assert [(s.unit, s.neuron) for s in plan.splits] == [(s.unit, s.neuron) for s in plain.splits]
+    expected = plain.relative_to(SMALL.model)
+    for split, same in zip(plan.splits, expected.splits, strict=True):
+        assert split.gain == pytest.approx(same.gain)
+        assert torch.allclose(split.offsets, same.offsets)
+    # Ranking is by the scaled gains.
+    gains = {(s.unit, s.neuron): s.gain for s in expected.splits}
+    best = select(SMALL.spectra, SMALL.graph, lengths=lengths, top_k=2)
+    assert {(s.unit, s.neuron) for s in best.splits} == set(sorted(gains, key=gains.__getitem__)[:2])
+    with pytest.raises(ValueError, match="no lengths"):
+        select(SMALL.spectra, SMALL.graph, lengths={})
+
+
+def test_reach_is_the_length_of_output_weights() -> None:
+    for name, consumer in (("0", "2"), ("2", "4")):
+        own = SMALL.proposals[name]
+        columns = SMALL.model.get_submodule(consumer).weight.detach().norm(dim=0)
+        assert torch.allclose(own.reach, columns[list(own.like)])
 
 
 def test_prune_and_grow_in_one_plan() -> None:

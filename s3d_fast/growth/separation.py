@@ -1,0 +1,87 @@
+"""How far apart the copies of split neurons are, and how long they take to part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from s3d_fast.network.graph import Graph, Unit, filter_lengths, stored_tensors
+from s3d_fast.network.wrapping import inside
+from s3d_fast.splitting.plan import SplitPlan
+from s3d_fast.splitting.unit_changes import unit_changes
+
+# The copies of every split neuron of a unit after the split: the place of the first one, and how many there are.
+Groups = Mapping[str, Sequence[Sequence[int]]]
+
+
+def copies_after(plan: SplitPlan) -> dict[str, list[list[int]]]:
+    """Return where the copies of every split neuron stand after the plan, by unit."""
+    splits, changes = plan.by_unit(), unit_changes(plan)
+    return {
+        name: [[int(changes[name].copies.start[split.neuron]), split.copies] for split in own]
+        for name, own in splits.items()
+    }
+
+
+def distances(model: nn.Module, graph: Graph, groups: Groups) -> Tensor:
+    """Return the largest distance between copies of each neuron, relative to their length, in float64.
+
+    Behind a BatchNorm only the direction of a filter counts: the distance is then that of the directions.
+    """
+    stored, found = stored_tensors(inside(model)), []
+    for name, own in groups.items():
+        unit = graph.units.get(name)
+        if unit is None:
+            continue
+        theta = _filters(unit, stored)
+        lengths = filter_lengths(unit, stored)
+        if unit.norm is not None:
+            theta, lengths = nn.functional.normalize(theta, dim=1), torch.ones_like(lengths)
+        for first, count in own:
+            if first + count > unit.width:
+                continue
+            copies = theta[first : first + count]
+            scale = float(lengths[first : first + count].mean())
+            found.append(float(torch.cdist(copies, copies).max()) / scale if scale > 0 else 0.0)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _filters(unit: Unit, stored: Mapping[str, Tensor]) -> Tensor:  # (M, D)
+    """Return the parameters of every channel of a unit in float64."""
+    parts = []
+    for one in unit.filters:
+        rows = torch.from_numpy(one.rows)
+        weight = stored[one.weight].detach().double().cpu().movedim(one.row_axis, 0)
+        parts.append(weight.reshape(len(weight), -1)[rows])
+        if one.bias is not None:
+            parts.append(stored[one.bias].detach().double().cpu()[rows].unsqueeze(1))
+    return torch.cat(parts, 1)
+
+
+def steps_to_part(plan: SplitPlan, eps: float, lengths: Mapping[str, Tensor], rate: float, momentum: float) -> float:
+    """Return after how many steps of gradient descent copies are as far apart as their filter is long; the median.
+
+    The distance of copies that are read with weight w grows like exp(rate / (1 - momentum) |w| |lambda| t), where
+    lambda is the eigenvalue along which they part.
+
+    Args:
+        plan: the splits.
+        eps: the size of the step.
+        lengths: |theta| of every channel, by unit.
+        rate: the learning rate.
+        momentum: of the optimizer.
+    """
+    times = []
+    for split in plan.splits:
+        offsets, weights = split.offsets.double().cpu(), split.weights.double().cpu()
+        length = float(lengths[split.unit][split.neuron])
+        squares = float((weights.abs() * offsets.square().sum(1)).sum())
+        if length == 0 or squares == 0 or math.isnan(split.gain):
+            continue
+        apart = eps * float(torch.cdist(offsets, offsets).max()) / length
+        growth = rate / (1 - momentum) * float(weights.abs().max()) * abs(split.gain) / squares
+        times.append(0.0 if apart >= 1 else -math.log(apart) / growth if growth > 0 and apart > 0 else math.inf)
+    return float(torch.tensor(times, dtype=torch.float64).median()) if times else math.nan
