@@ -289,7 +289,17 @@ class _Reporter:
 
 def _parser(kind: str) -> Callable[[str], Any]:
     """Return a function that parses the text of an option into a value of a setting's type."""
+    if kind == "float | str":
+        return lambda text: float(text) if _is_number(text) else text
     element: Callable[[str], Any] = float if "float" in kind else int if "int" in kind else str
+    if kind.startswith("int | tuple"):
+
+        def one_or_many(text: str) -> int | tuple[int, ...]:
+            return tuple(map(int, text.split(","))) if "," in text else int(text)
+
+        # Errors name the type.
+        one_or_many.__name__ = "int"
+        return one_or_many
     if kind.startswith("tuple"):
 
         def values(text: str) -> tuple[Any, ...]:
@@ -297,6 +307,14 @@ def _parser(kind: str) -> Callable[[str], Any]:
 
         return values
     return element
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -307,4 +325,6 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _metavar(kind: str) -> str:
+    if kind.startswith("int | tuple"):
+        return "N[,N,...]"
     return "N,N,..." if kind.startswith("tuple") else "X" if "float" in kind else "N" if "int" in kind else "NAME"

@@ -17,6 +17,7 @@ from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.curvature import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.commands.parsing import Parser
+from s3d_fast.growth.step_size import StepSize
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
@@ -150,15 +151,17 @@ def _computed(recipe: recipes.Recipe, model: nn.Module, graph: Graph, options: a
     dataset = load_dataset(recipe, options)
     seed_all(0)
     batches = SplitData(recipe, first(dataset.train, recipe.train_samples), model).batches()
+    step = StepSize.of(recipe.eps)
     operators = capture(
         model,
         make_loss(recipe),
         batches,
         graph,
         curvature=recipe.curvature,
-        eps=recipe.eps,
+        eps=step.size,
+        relative=step.relative,
         floor=GROWTH_FLOOR,
-        rows_per_sample=recipe.rows_per_sample,
+        rows_per_sample=recipe.rows_per_sample or None,
         memory_budget=recipe.memory_budget,
         progress=True,
     )

@@ -270,6 +270,7 @@ class Grower:
             phase.index,
             start=len(phase.epochs),
             loss_scale=phase.epochs[-1].loss_scale if phase.epochs else None,
+            past=list(phase.epochs),
             after_epoch=after_epoch,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from s3d_fast.base.losses import batch_loss
 from s3d_fast.base.random_state import OwnRandomness
 from s3d_fast.base.world import World, existing
 from s3d_fast.growth.batchnorm import synchronized
+from s3d_fast.growth.plateau import Plateau
 from s3d_fast.growth.schedules import Schedule, constant
 from s3d_fast.records.record import Epoch
 
@@ -32,8 +33,10 @@ class EpochTrainer:
     Args:
         loader: batches; iterated once per epoch.
         loss_fn: loss_fn(output, target) or loss_fn(model, batch), as for `capture`.
-        epochs: the number of epochs per phase.
+        epochs: the number of epochs per phase; or a list of them, the last for all further phases.
         schedule: the factor on the optimizer's learning rates as a function of the epochs passed; see `schedules`.
+        over_run: whether epochs count from the start of the run, not of the phase, for the schedule.
+        plateau: ends a phase before its last epoch.
         precision: the precision of the forward pass: "fp32", "bf16", "fp16" (the loss is then scaled), or "auto": the
             best that the device supports, which on a CPU is fp32.
         channels_last: store images and filters with their channels innermost, which makes convolutions faster.
@@ -48,9 +51,11 @@ class EpochTrainer:
         self,
         loader: Iterable[Any],
         loss_fn: Callable[[Any, Any], Tensor],
-        epochs: int,
+        epochs: int | Sequence[int],
         *,
         schedule: Schedule | None = None,
+        over_run: bool = False,
+        plateau: Plateau | None = None,
         precision: str = "fp32",
         channels_last: bool = False,
         compile: bool = False,
@@ -58,9 +63,13 @@ class EpochTrainer:
         sync_batchnorm: bool = False,
         progress: bool = False,
     ) -> None:
-        require.count("epochs", epochs)
+        for number in [epochs] if isinstance(epochs, int) else epochs:
+            require.count("epochs", number)
+        if not isinstance(epochs, int) and not epochs:
+            raise ValueError("epochs must hold at least one number, got none")
         require.choice("precision", precision, ("auto", *PRECISIONS))
         self.loader, self.loss_fn, self.epochs = loader, loss_fn, epochs
+        self.over_run, self.plateau = over_run, plateau
         self.schedule = constant() if schedule is None else schedule
         self.precision, self.channels_last, self.compile = precision, channels_last, compile
         self._world, self.sync_batchnorm, self.progress = world, sync_batchnorm, progress
@@ -70,6 +79,10 @@ class EpochTrainer:
         """The processes that train together."""
         return existing() if self._world is None else self._world
 
+    def epochs_of(self, phase: int) -> int:
+        """Return the number of epochs of a phase, which a plateau may cut short."""
+        return self.epochs if isinstance(self.epochs, int) else self.epochs[min(phase, len(self.epochs) - 1)]
+
     def __call__(
         self,
         model: nn.Module,
@@ -78,6 +91,7 @@ class EpochTrainer:
         *,
         start: int = 0,
         loss_scale: float | None = None,
+        past: Sequence[Epoch] = (),
         before_epoch: Callable[[int], object] = lambda epoch: None,
         after_epoch: Callable[[Epoch], object] = lambda epoch: None,
     ) -> None:
@@ -89,6 +103,7 @@ class EpochTrainer:
             phase: the number of the phase, for the bar and for errors.
             start: in a resumed run, the number of epochs that are already trained.
             loss_scale: the loss scale after the last of these epochs.
+            past: the records of these epochs; a plateau needs them.
             before_epoch: called with the number of each epoch before it starts.
             after_epoch: called with the record of each epoch after it ends.
 
@@ -105,7 +120,8 @@ class EpochTrainer:
         forward = torch.compile(wrapped) if self.compile else wrapped
         # A single process draws from the global generators, as any training loop does.
         own = OwnRandomness(self.world.rank, device) if self.world.size > 1 else None
-        step = _Step(forward, optimizer, self.loss_fn, self.precision, device, own)
+        has_gradient = self.plateau is not None and self.plateau.gradient is not None
+        step = _Step(forward, optimizer, self.loss_fn, self.precision, device, own, has_gradient)
         if loss_scale is not None:
             step.loss_scale = loss_scale
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -115,9 +131,13 @@ class EpochTrainer:
                 synchronized(model, self.world) if self.sync_batchnorm else nullcontext(),
                 tqdm(desc=f"phase {phase}", unit=" samples", disable=not self.progress) as bar,
             ):
-                for epoch in range(start, self.epochs):
+                known = list(past)
+                for epoch in range(start, self.epochs_of(phase)):
+                    if self.plateau is not None and self.plateau.is_reached(known):
+                        break
                     before_epoch(epoch)
-                    record = self._epoch(epoch, start, step, optimizer, rates, bar)
+                    record = self._epoch(phase, epoch, start, step, optimizer, rates, bar)
+                    known.append(record)
                     self.world.level(model)
                     loss = record["loss"]
                     if not math.isfinite(loss):
@@ -130,15 +150,23 @@ class EpochTrainer:
                 group["lr"] = rate
 
     def _epoch(
-        self, epoch: int, start: int, step: _Step, optimizer: torch.optim.Optimizer, rates: list[float], bar: Any
+        self,
+        phase: int,
+        epoch: int,
+        start: int,
+        step: _Step,
+        optimizer: torch.optim.Optimizer,
+        rates: list[float],
+        bar: Any,
     ) -> Epoch:
         length = length_of(self.loader)
+        before = sum(map(self.epochs_of, range(phase))) if self.over_run else 0
         began, samples, batches = time.perf_counter(), 0, 0
         # Kept on the device: reading the loss after every batch would make a GPU wait.
         total = torch.zeros((), dtype=torch.float64, device=step.device)
         step.begin()
         for batch in self.loader:
-            factor = self.schedule(epoch + batches / length if length else float(epoch))
+            factor = self.schedule(before + epoch + (batches / length if length else 0.0))
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
             batch = moved(batch, step.device, self.channels_last)
@@ -147,14 +175,17 @@ class EpochTrainer:
             samples, batches = samples + count, batches + 1
             if bar.total is None and length is not None:
                 # All batches have one size, which is known now.
-                bar.total, bar.n = length * self.epochs * count, start * length * count
+                bar.total, bar.n = length * self.epochs_of(phase) * count, start * length * count
             bar.update(count)
         if not batches:
             raise ValueError(f"loader has no batches in epoch {epoch}; it must have batches in every epoch")
         loss, batches_of_all, samples_of_all = self.world.sum(float(total), batches, samples)
         mean = loss / batches_of_all
         seconds, rate = time.perf_counter() - began, optimizer.param_groups[0]["lr"]
-        return Epoch(epoch, mean, rate, seconds, int(samples_of_all), step.end())
+        gradient = step.gradient
+        if gradient is not None:
+            gradient = self.world.sum(gradient)[0] / self.world.size / batches
+        return Epoch(epoch, mean, rate, seconds, int(samples_of_all), step.end(), gradient)
 
 
 class _Step:
@@ -168,8 +199,10 @@ class _Step:
         precision: str,
         device: torch.device,
         own: OwnRandomness | None = None,
+        has_gradient: bool = False,
     ) -> None:
-        self.own = own
+        self.own, self.has_gradient = own, has_gradient
+        self.gradient: float | None = None
         if precision == "auto":
             precision = "fp32" if device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
         self.model, self.optimizer, self.loss_fn, self.device = model, optimizer, loss_fn, device
@@ -182,6 +215,7 @@ class _Step:
     def begin(self) -> None:
         """Begin an epoch with a new scaler that keeps only the scale, exactly as a resumed run does."""
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale, enabled=self.scales)
+        self.gradient = 0.0 if self.has_gradient else None
         if self.own is not None:
             self.own.begin()
 
@@ -198,6 +232,10 @@ class _Step:
             with self.autocast:
                 loss = batch_loss(self.model, self.loss_fn, batch)
             self.scaler.scale(loss).backward()
+        if self.gradient is not None:
+            self.scaler.unscale_(self.optimizer)
+            every = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.gradient += float(nn.utils.get_total_norm(every))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss.detach()

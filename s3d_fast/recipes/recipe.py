@@ -12,6 +12,9 @@ from torch import nn
 from s3d_fast.base import require
 from s3d_fast.base.byte_counts import as_bytes
 from s3d_fast.growth import schedules
+from s3d_fast.growth.plateau import Plateau
+from s3d_fast.growth.step_size import StepSize
+from s3d_fast.splitting.new_filters import KINDS
 
 # (name, value) -> nothing; raises an error that names the setting
 Demand = Callable[[str, Any], object]
@@ -47,6 +50,15 @@ def _require_share_of_epochs(name: str, value: Any) -> None:
         raise ValueError(f"{name} must hold shares of the epochs in (0, 1], got {value!r}")
 
 
+def _require_epochs(name: str, value: Any) -> None:
+    for number in value if isinstance(value, (tuple, list)) and value else [value]:
+        require.count(name, number)
+
+
+def _require_eps(name: str, value: Any) -> None:
+    StepSize.of(value)
+
+
 def _one_of(*choices: str) -> Demand:
     return lambda name, value: require.choice(name, value, choices)
 
@@ -80,7 +92,9 @@ class Recipe:
     steps: int = _setting(
         "splitting steps; a phase of training comes before each, and one after the last", _require_number
     )
-    epochs: int = _setting("epochs per phase", require.count)
+    epochs: int | tuple[int, ...] = _setting(
+        "epochs per phase; or those of every phase, the last for all further ones: 1,1,1,6", _require_epochs
+    )
     batch_size: int = _setting("samples per training batch", require.count)
     train_samples: int | None = _setting("training samples to use; all by default", require.count)
     test_samples: int | None = _setting("test samples to use; all by default", require.count)
@@ -89,7 +103,16 @@ class Recipe:
     momentum: float = _setting("momentum of sgd", require.below_one, 0.9)
     weight_decay: float = _setting("weight decay of everything except BatchNorm and biases", require.not_negative, 1e-4)
     schedule: str = _setting(
-        "learning rate schedule within a phase: step, cosine or constant", _one_of("step", "cosine", "constant"), "step"
+        "learning rate schedule: step, cosine or constant", _one_of("step", "cosine", "constant"), "step"
+    )
+    schedule_over: str = _setting(
+        "what the schedule spans: every phase, or the whole run", _one_of("phase", "run"), "phase"
+    )
+    plateau: float | None = _setting(
+        "end a phase when its loss falls by less than this share of itself within 3 epochs", require.positive
+    )
+    gradient_plateau: float | None = _setting(
+        "end a phase when the norm of the gradient, averaged over an epoch, is at most this", require.positive
     )
     decay_at: tuple[float, ...] = _setting(
         "when the step schedule decays, as shares of the epochs", _each(_require_share_of_epochs), (0.5, 0.75)
@@ -99,7 +122,12 @@ class Recipe:
         "epochs over which the learning rate rises from 0 at the start of a phase", require.not_negative, 0.0
     )
     label_smoothing: float = _setting("label smoothing of the training loss", require.below_one, 0.0)
-    eps: float = _setting("size of a split", require.positive, 0.01)
+    eps: float | str = _setting(
+        "size of a split: a length, a share of the filter's length (relative:0.3), or search", _require_eps, 0.01
+    )
+    new_filters: str | None = _setting(
+        "filters to add, which compete with splits: random, firefly or gradmax; none by default", _one_of(*KINDS)
+    )
     curvature: str = _setting(
         "curvature of the splitting matrix: exact, or paper (first activation alone)",
         _one_of("exact", "paper"),
@@ -155,6 +183,7 @@ class Recipe:
             )
         if (self.fraction is None) == (self.macs is None):
             raise ValueError("give one of fraction and macs")
+        self.learning_rates()
         if self.macs is not None and len(self.macs) < self.steps:
             raise ValueError(f"macs must have an entry for each of the {self.steps} steps, got {len(self.macs)}")
 
@@ -187,14 +216,42 @@ class Recipe:
         every = asdict(replace(self, data_options={}))
         return {name: every[name] for name in self.settings()}
 
+    def epochs_of(self, phase: int) -> int:
+        """Return the epochs of a phase."""
+        return self.epochs if isinstance(self.epochs, int) else self.epochs[min(phase, len(self.epochs) - 1)]
+
+    @property
+    def all_epochs(self) -> int:
+        """The epochs of all phases together."""
+        return sum(map(self.epochs_of, range(self.steps + 1)))
+
     def learning_rates(self) -> schedules.Schedule:
-        """Return the learning rate schedule of a phase."""
+        """Return the learning rate schedule of a phase, or of the whole run.
+
+        Raises:
+            ValueError: phases have different lengths, and the schedule spans one of them.
+        """
+        if self.schedule_over == "run":
+            span = self.all_epochs
+        else:
+            span = self.epochs_of(0)
+            if any(self.epochs_of(phase) != span for phase in range(self.steps + 1)) and self.schedule != "constant":
+                raise ValueError(
+                    f"schedule {self.schedule!r} spans a phase, but phases have {self.epochs!r} epochs; give "
+                    "schedule_over run, or schedule constant"
+                )
         plain = {
-            "step": lambda: schedules.step_decay(self.epochs, self.decay_at, self.decay),
-            "cosine": lambda: schedules.cosine(self.epochs),
+            "step": lambda: schedules.step_decay(span, self.decay_at, self.decay),
+            "cosine": lambda: schedules.cosine(span),
             "constant": schedules.constant,
         }[self.schedule]()
         return schedules.warmed_up(plain, self.warmup)
+
+    def plateaus(self) -> Plateau | None:
+        """Return what ends a phase early, if anything does."""
+        if self.plateau is None and self.gradient_plateau is None:
+            return None
+        return Plateau(self.plateau, self.gradient_plateau)
 
     def may_split(self, unit: str) -> bool:
         """Return whether the recipe splits a unit of this name."""

@@ -223,6 +223,8 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
         loss,
         recipe.epochs,
         schedule=recipe.learning_rates(),
+        over_run=recipe.schedule_over == "run",
+        plateau=recipe.plateaus(),
         precision=job.precision,
         channels_last=last,
         compile=job.compile,
@@ -236,6 +238,7 @@ def _grower(job: Job, recipe: Recipe, model: nn.Module, **options: Any) -> Growe
         "solver": {"solver": "auto", **({} if recipe.tol is None else {"tol": recipe.tol})},
         "rows_per_sample": recipe.rows_per_sample or None,
         "memory_budget": recipe.memory_budget,
+        "new_filters": None if recipe.new_filters is None else {"kind": recipe.new_filters},
         "evaluate": lambda trained: evaluate(trained, test, last, world),
         "world": world,
         "after_phase": job.after_phase,
@@ -313,7 +316,8 @@ def _from_scratch(job: Job, sizes: Sequence[tuple[int, ...]], about: dict[str, A
         folder.write_about(about | described(graph))
         folder.note_launch()
     for index, widths in enumerate(sizes):
-        epochs = recipe.epochs * (index + 1 if job.scratch == "total" else 1)
+        before = index if job.scratch == "total" else 0
+        epochs = sum(map(recipe.epochs_of, range(index - before, index + 1)))
         alone = replace(recipe, widths=widths, steps=0, epochs=epochs)
         model = make_network(alone, job.dataset.classes, job.seed, job.torch_device)
         out = None if job.out is None else job.out / f"size-{index:03d}"

@@ -12,6 +12,7 @@ from s3d_fast.base.world import ALONE, World
 from s3d_fast.capture.all_batches import plan_capture
 from s3d_fast.capture.budget import CapturePlan
 from s3d_fast.data.sources import Source
+from s3d_fast.growth.step_size import StepSize
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.recipe import Recipe
 
@@ -88,7 +89,7 @@ class SplitData:
             self.recipe.memory_budget,
             units=units,
             curvature=self.recipe.curvature,
-            eps=self.recipe.eps,
+            eps=StepSize.of(self.recipe.eps).size,
             rows_per_sample=self.recipe.rows_per_sample or None,
         )
 

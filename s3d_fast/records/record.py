@@ -26,6 +26,7 @@ class Epoch(dict[str, Any]):
         seconds: how long it took.
         samples: how many samples all processes trained on.
         loss_scale: the factor on the loss in fp16; 1 in other precisions.
+        gradient: the mean norm of the gradient, if a plateau of it may end the phase.
     """
 
     epoch: int
@@ -34,6 +35,7 @@ class Epoch(dict[str, Any]):
     seconds: float | None = None
     samples: int | None = None
     loss_scale: float = 1.0
+    gradient: float | None = None
 
     def __post_init__(self) -> None:
         self.update(vars(self))

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import s3d_fast as s3d
 from s3d_fast import report
 
-EPOCH_FIELDS = {"epoch", "loss", "learning_rate", "seconds", "samples", "loss_scale"}
+EPOCH_FIELDS = {"epoch", "loss", "learning_rate", "seconds", "samples", "loss_scale", "gradient"}
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,7 @@ def test_a_field_that_holds_something_else_is_named(record: Any, message: str) -
 def test_an_epoch_is_a_dict_of_its_fields() -> None:
     epoch = Epoch(3, 1.0, 0.1, 2.0, 64)
     fields = {"epoch": 3, "loss": 1.0, "learning_rate": 0.1, "seconds": 2.0, "samples": 64, "loss_scale": 1.0}
+    fields["gradient"] = None
     assert epoch == fields
     assert list(epoch) == list(fields)
     assert {name: getattr(epoch, name) for name in fields} == asdict(epoch) == fields
