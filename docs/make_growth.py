@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from s3d_fast.records.run import read_run
+from s3d_fast.records.run import read_run, samples_trained
 from s3d_fast.report import scales
-from s3d_fast.report.figures import method_styles, samples_trained
+from s3d_fast.report.figures import method_styles
 from s3d_fast.report.plot import Band, Box, Line, Mark, Note, Plot, Point, Style, beside
 
 DOCS = Path(__file__).parent

@@ -18,6 +18,7 @@ from s3d_fast.growth import schedules
 from s3d_fast.growth.checkpoint import growable, layer_arguments, load_grown, resize_like, save_grown
 from s3d_fast.growth.grow_step import GrowthStep, grow_step
 from s3d_fast.growth.grower import Grower
+from s3d_fast.growth.plateau import Plateau
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.kernels.options import TritonOptions, triton_options
 from s3d_fast.maths.activations import Activation, Gaussian, activation, activation_names
@@ -44,7 +45,14 @@ from s3d_fast.solvers import Cut, Spectrum, Status, extremal_eigenpairs
 from s3d_fast.splitting.new_filters import Proposals, propose_filters
 from s3d_fast.splitting.optimizers import register_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
-from s3d_fast.splitting.pruning import filter_norms, norm_scales, prune, scale_penalty, select_removals
+from s3d_fast.splitting.pruning import (
+    filter_norms,
+    norm_scales,
+    prune,
+    removal_losses,
+    scale_penalty,
+    select_removals,
+)
 from s3d_fast.splitting.selection import select
 from s3d_fast.splitting.surgery import apply_splits, mask
 
@@ -68,6 +76,7 @@ __all__ = [
     "NeuronSplit",
     "NewFilter",
     "Phase",
+    "Plateau",
     "PointwiseOperator",
     "Proposals",
     "Removal",
@@ -108,6 +117,7 @@ __all__ = [
     "register_layer",
     "register_operation",
     "register_optimizer",
+    "removal_losses",
     "resize_like",
     "rewrap",
     "save_grown",

@@ -29,7 +29,8 @@ from s3d_fast.base.world import World, joined
 from s3d_fast.growth import split_step as growth
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.recipes import recipe
-from s3d_fast.recipes.running import Job, run
+from s3d_fast.recipes.job import Job
+from s3d_fast.recipes.running import run
 from s3d_fast.records.record import Epoch, Phase
 from s3d_fast.solvers.noise import COARSEST
 from tests import grow_worker

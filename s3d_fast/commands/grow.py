@@ -18,19 +18,24 @@ from s3d_fast.base.world import World, joined
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.commands.parsing import Parser, read_options
 from s3d_fast.integrations.loggers import TensorBoardLogger
-from s3d_fast.recipes.running import METHODS, Job, run
+from s3d_fast.recipes.job import Job
+from s3d_fast.recipes.methods import METHODS
+from s3d_fast.recipes.running import run
 from s3d_fast.records.json_records import mapping
 from s3d_fast.records.record import Phase
 from s3d_fast.records.run_folder import RunFolder
 
-LIKE = "uniform: match the number of parameters of this run in every phase; by default the filters that growth gives"
+LIKE = (
+    "uniform: match the number of parameters of this run in every phase, by default the filters that growth gives; "
+    "scratch: the widths that this run ended with"
+)
 # While a run is under way, its report is written at most this often.
 REPORT_SECONDS = 60.0
 
 
 def add(command: Parser) -> None:
     """Add the options and the description."""
-    methods = "; ".join(f"{name}: {what}" for name, what in METHODS.items())
+    methods = "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items())
     command.description = "Grow a network by a recipe; writes checkpoints, history.jsonl and report.html."
     command.epilog = f"Methods: {methods}."
     command.add_argument(
@@ -68,9 +73,15 @@ def add(command: Parser) -> None:
     )
     command.add_argument(
         "--scratch",
-        choices=("total", "phase"),
+        choices=("total", "phase", "compute"),
         default="total",
-        help="uniform: train for all epochs that a grown network has had by then (total), or for one phase's epochs",
+        help="full, uniform, scratch: train for all epochs that a grown network has had by then (total), for one "
+        "phase's epochs, or for the MACs times samples of the run --like (compute)",
+    )
+    command.add_argument(
+        "--match",
+        choices=("epochs", "compute"),
+        help="full, uniform, scratch: train for equal epochs, or for equal compute (the same as --scratch compute)",
     )
     command.add_argument("--device", default="auto", help="default: a GPU if there is one")
     command.add_argument(
@@ -199,7 +210,7 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, seed: int, out: P
         out=out,
         start=options.start,
         like=options.like,
-        scratch=options.scratch,
+        scratch="compute" if options.match == "compute" else options.scratch,
         device=options.device,
         world=world,
         precision=options.precision,
@@ -237,8 +248,16 @@ def _recipe(options: argparse.Namespace) -> recipes.Recipe:
     given = {name: value for name, value in every.items() if value is not None}
     recipe = recipes.recipe(options.recipe, options.preset).with_settings(given)
     for name, matters, where in (
-        ("c", options.method == "s3d", "--method s3d"),
-        ("m", options.method in ("s3d", "uniform"), "--method s3d"),
+        ("c", options.method in ("s3d", "regrow"), "--method s3d"),
+        ("m", options.method in ("s3d", "regrow", "uniform"), "--method s3d"),
+        ("prune_to", METHODS[options.method].kind == "prune", "a method that prunes"),
+        ("penalty", options.method in ("bn", "morphnet"), "--method bn or morphnet"),
+        (
+            "width_multiplier",
+            options.method == "full" or METHODS[options.method].kind == "prune",
+            "--method full or one that prunes",
+        ),
+        ("new_filters", options.method in ("s3d", "s2d"), "--method s3d or s2d"),
         ("momentum", recipe.optimizer == "sgd", "--optimizer sgd"),
         ("decay", recipe.schedule == "step", "--schedule step"),
         ("decay_at", recipe.schedule == "step", "--schedule step"),

@@ -21,7 +21,7 @@ from s3d_fast.growth.step_size import StepSize
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
-from s3d_fast.recipes.running import Job, first, make_loss, make_network
+from s3d_fast.recipes.job import Job, first, make_loss, make_network
 from s3d_fast.recipes.saved import is_own, load_network, recipe_of, saved_network
 from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.records.run import read_run

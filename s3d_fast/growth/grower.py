@@ -77,6 +77,8 @@ class Grower:
         splits: whether neurons are split; False makes sense with `new_filters`.
         new_filters: add new filters, which compete with splits; options for `propose_filters`, such as
             dict(kind="firefly").
+        removals: whether neurons may be removed where others gain more for what they cost; needs a selection with a
+            budget, which may be 0 or negative.
         fresh: other batches, a list or a function of the phase, on which every phase measures what share of the
             promised gain is real; this takes another capture.
         plan: makes the split plan from the phase and the graph; it replaces capture, eigenpairs and selection.
@@ -122,6 +124,7 @@ class Grower:
         units: Sequence[str] | None = None,
         splits: bool = True,
         new_filters: Options | None = None,
+        removals: bool = False,
         fresh: Sequence[Any] | Callable[[int], Iterable[Any]] | None = None,
         plan: Callable[[int, Graph], SplitPlan] | None = None,
         out: str | Path | None = None,
@@ -142,7 +145,7 @@ class Grower:
         self.solver = {} if solver is None else dict(solver)
         self.rows_per_sample = rows_per_sample
         self.memory_budget, self.units, self.plan = memory_budget, units, plan
-        self.splits, self.fresh = splits, fresh
+        self.splits, self.removals, self.fresh = splits, removals, fresh
         self.new_filters = None if new_filters is None else dict(new_filters)
         self.folder = None if out is None else RunFolder(out)
         self.seed, self.after_phase, self.progress = seed, after_phase, progress
@@ -297,6 +300,8 @@ class Grower:
             progress=self.progress,
             splits=self.splits,
             new_filters=self.new_filters,
+            removals=self.removals,
+            example_input=self.example_input,
             fresh=self.fresh,
         )
 
@@ -317,6 +322,7 @@ class Grower:
         # Only where they differ from what every run had before they could be set.
         settings |= {"splits": False} if not self.splits else {}
         settings |= {"new_filters": self.new_filters} if self.new_filters is not None else {}
+        settings |= {"removals": True} if self.removals else {}
         # A function is compared by its name: its address changes from run to run.
         return json.loads(json.dumps(settings, default=_name_of))
 

@@ -36,6 +36,7 @@ from s3d_fast.solvers import Spectrum, Status, extremal_eigenpairs
 from s3d_fast.solvers.noise import COARSE_DELTA, COARSEST, sampling_errors, worthwhile_tolerance
 from s3d_fast.splitting.new_filters import KINDS, Proposals, propose_filters
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
+from s3d_fast.splitting.pruning import removal_losses
 from s3d_fast.splitting.selection import cut_of, select
 from s3d_fast.splitting.surgery import apply_splits
 
@@ -65,6 +66,10 @@ class SplitStep:
     # Whether to split neurons; and options for `propose_filters`, if filters are to be added.
     splits: bool = True
     new_filters: Options | None = None
+    # Whether neurons may be removed to pay for others; needs a budget.
+    removals: bool = False
+    # An input on which removals are proved by execution.
+    example_input: Any = None
     # Other batches, which tell how much of the promised gain is real.
     fresh: Iterable[Any] | Callable[[int], Iterable[Any]] | None = None
 
@@ -130,7 +135,8 @@ class SplitStep:
         phase.copies = copies_after(plan)
         phase.steps_to_part = _steps_to_part(plan, eps, model, optimizer)
         with timed(phase, "split"):
-            apply_splits(model, plan, eps, optimizer, also=self.also)
+            check = self.example_input if plan.removed else None
+            apply_splits(model, plan, eps, optimizer, also=self.also, check=check)
         if self.measure:
             # The loss after the split, for comparison with the prediction.
             with timed(phase, "measure"):
@@ -158,8 +164,21 @@ class SplitStep:
                 if not self.splits:
                     phase.loss = self._loss(model, batches)
                 proposals = self.world.together(lambda: self._proposals(model, graph, batches))
+        losses = None
+        if self.removals:
+            with timed(phase, "capture"):
+                every = self.world.together(lambda: removal_losses(model, self.loss_fn, batches, graph))
+                losses = {name: own for name, own in every.items() if self.units is None or name in self.units}
         with timed(phase, "select"):
-            plan = select(spectra, graph, proposals=proposals, eps=self.step.size, lengths=lengths, **selection)
+            plan = select(
+                spectra,
+                graph,
+                proposals=proposals,
+                losses=losses,
+                eps=self.step.size,
+                lengths=lengths,
+                **selection,
+            )
         if self.fresh is not None and plan.splits:
             with timed(phase, "measure"):
                 phase.kept = self._kept(phase, model, graph, plan)
@@ -253,8 +272,9 @@ class SplitStep:
     ) -> dict[str, Spectrum]:
         """Return the spectra, as exact as the selection of splits and the noise of the data ask for."""
         filters = sum(operator.shape[0] for operator in operators.values())
-        # Where new filters compete, gains of splits alone do not decide.
-        until = cut_of(filters, **selection) if self.new_filters is None else None
+        # Where new filters or removals compete, gains of splits alone do not decide.
+        alone = self.new_filters is None and not self.removals
+        until = cut_of(filters, **selection) if alone else None
         if until is not None and lengths is not None:
             until = replace(until, weights=[lengths[name].square() for name in operators])
 

@@ -139,6 +139,15 @@ class Recipe:
     macs: tuple[int, ...] | None = _setting(
         "instead of fraction: the MACs that each step may grow to", _each(require.count)
     )
+    prune_to: float = _setting(
+        "methods that prune: the share of the full network's MACs that is left at the end", require.share, 0.5
+    )
+    penalty: float = _setting(
+        "methods bn and morphnet: factor of the penalty on BatchNorm scales in training", require.positive, 1e-4
+    )
+    width_multiplier: float = _setting(
+        "methods full and those that prune: factor of the recipe's full widths", require.positive, 1.0
+    )
     split_samples: int | None = _setting("training samples for computing the splitting matrices", require.count)
     split_share: float | None = _setting("instead of split_samples: the share of the training set", require.share)
     split_time: float | None = _setting(
@@ -252,6 +261,10 @@ class Recipe:
         if self.plateau is None and self.gradient_plateau is None:
             return None
         return Plateau(self.plateau, self.gradient_plateau)
+
+    def full(self) -> tuple[int, ...]:
+        """Return the full widths times the width multiplier."""
+        return tuple(max(1, round(self.width_multiplier * width)) for width in self.full_widths)
 
     def may_split(self, unit: str) -> bool:
         """Return whether the recipe splits a unit of this name."""

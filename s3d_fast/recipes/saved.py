@@ -11,7 +11,8 @@ from torch import nn
 from s3d_fast import recipes
 from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.recipes.baselines import parameter_count
-from s3d_fast.recipes.running import BEFORE, make_network
+from s3d_fast.recipes.job import make_network
+from s3d_fast.recipes.running import BEFORE
 from s3d_fast.records.json_records import shown
 from s3d_fast.records.run_folder import RunFolder
 

@@ -11,6 +11,9 @@ from typing import Any
 from s3d_fast.records.record import EIGEN_STAGES, PhaseRecord
 from s3d_fast.records.run_folder import RunFolder
 
+# The methods whose networks are all trained from scratch.
+FROM_SCRATCH = ("uniform", "full", "scratch")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -50,8 +53,8 @@ class Run:
 
     @property
     def is_grown(self) -> bool:
-        """Whether every phase continues from the one before; the networks of "uniform" are trained from scratch."""
-        return self.method != "uniform"
+        """Whether every phase continues from the one before; some methods train every network from scratch."""
+        return self.method not in FROM_SCRATCH
 
     @property
     def starts_trained(self) -> bool:
@@ -130,3 +133,29 @@ def main_metric(runs: Sequence[Run]) -> str | None:
     """Return the metric to show: accuracy if any run has it, else the first that was recorded, else None."""
     names = [name for run in runs for phase in run.phases for name in phase.metrics]
     return "accuracy" if "accuracy" in names else next(iter(names), None)
+
+
+def training_compute(run: Run) -> list[float | None]:
+    """Return what the network of every phase has cost to train: MACs of a forward pass times the samples trained on.
+
+    For a grown network that is the sum over all phases so far; a network from scratch has its own phase alone. None if
+    the record does not tell the samples.
+    """
+    found: list[float | None] = []
+    before: float | None = 0.0
+    for phase in run.phases:
+        samples = samples_trained(run, phase)
+        own = None if samples is None else float(phase.macs * samples)
+        total = None if own is None or before is None else own + before
+        found.append(total)
+        before = total if run.is_grown else 0.0
+    return found
+
+
+def samples_trained(run: Run, phase: PhaseRecord) -> int | None:
+    """Return the samples that a phase was trained on, each counted every time; None if the record does not tell."""
+    if not phase.epochs:
+        # A network that was already trained when the run started has no epochs in its first phase.
+        return 0 if phase.index == 0 and run.starts_trained else None
+    found = [epoch.samples for epoch in phase.epochs]
+    return None if None in found else sum(count for count in found if count is not None)

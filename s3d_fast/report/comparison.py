@@ -10,15 +10,13 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from s3d_fast.records.record import PhaseRecord
-from s3d_fast.records.run import Run, main_metric
+from s3d_fast.records.run import Run, main_metric, samples_trained, training_compute
 from s3d_fast.report import scales, wording
 from s3d_fast.report.figures import (
     Figure,
     draw_promises,
     method_styles,
     promised_and_measured,
-    samples_trained,
-    training_compute,
 )
 from s3d_fast.report.plot import Band, Line, Mark, Plot, Point
 

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from s3d_fast.records.record import EIGEN_STAGES, PhaseRecord
-from s3d_fast.records.run import Run, eigen_share, main_metric, share_of_eigen_stages
+from s3d_fast.records.run import Run, eigen_share, main_metric, share_of_eigen_stages, training_compute
 from s3d_fast.records.run_folder import read_spectra
 from s3d_fast.report import scales, svg, wording
 from s3d_fast.report.plot import Box, Guide, Line, Mark, Plot, Point, Spread, Style
@@ -118,32 +118,6 @@ def costs_figure(run: Run) -> Figure:
     if len(plots) == 3:
         caption += " MACs x samples: the multiply-accumulates of one forward pass times the samples trained on."
     return Figure(name, title, caption, tuple(plots))
-
-
-def training_compute(run: Run) -> list[float | None]:
-    """Return what the network of every phase has cost to train: MACs of a forward pass times the samples trained on.
-
-    For a grown network that is the sum over all phases so far; a network from scratch has its own phase alone. None if
-    the record does not tell the samples.
-    """
-    found: list[float | None] = []
-    before: float | None = 0.0
-    for phase in run.phases:
-        samples = samples_trained(run, phase)
-        own = None if samples is None else float(phase.macs * samples)
-        total = None if own is None or before is None else own + before
-        found.append(total)
-        before = total if run.is_grown else 0.0
-    return found
-
-
-def samples_trained(run: Run, phase: PhaseRecord) -> int | None:
-    """Return the samples that a phase was trained on, each counted every time; None if the record does not tell."""
-    if not phase.epochs:
-        # A network that was already trained when the run started has no epochs in its first phase.
-        return 0 if phase.index == 0 and run.starts_trained else None
-    found = [epoch.samples for epoch in phase.epochs]
-    return None if None in found else sum(count for count in found if count is not None)
 
 
 def widths_figure(run: Run) -> Figure:

@@ -10,10 +10,10 @@ from typing import Any
 
 from s3d_fast.base.files import write_whole
 from s3d_fast.records.record import PhaseRecord
-from s3d_fast.records.run import Run, eigen_share, main_metric, read_run, share_of_eigen_stages
+from s3d_fast.records.run import Run, eigen_share, main_metric, read_run, share_of_eigen_stages, training_compute
 from s3d_fast.report import svg, wording
 from s3d_fast.report.comparison import comparison_figures, comparison_table, group_runs
-from s3d_fast.report.figures import Figure, run_figures, training_compute
+from s3d_fast.report.figures import Figure, run_figures
 from s3d_fast.report.plot import Plot, swatch
 
 _STYLE = f"""{svg.STYLE}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from s3d_fast.base import require
+from s3d_fast.base.losses import checked_loss
 from s3d_fast.network import costs
-from s3d_fast.network.graph import Graph, Unit, stored_tensors
+from s3d_fast.network.graph import READ, Graph, Unit, stored_tensors
+from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.network.wrapping import inside
 from s3d_fast.splitting.plan import Removal, SplitPlan
 from s3d_fast.splitting.surgery import apply_splits
@@ -106,6 +108,50 @@ def _scales(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
         order = places[np.argsort(layout.channel[places], kind="stable")]
         found[name] = stored[tensor][torch.from_numpy(order).to(stored[tensor].device)]
     return found
+
+
+def removal_losses(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batches: Collection[Any], graph: Graph
+) -> dict[str, Tensor]:
+    """Return an estimate of how much the loss would rise without each neuron, (M,) float64 by unit.
+
+    If consumers read zero from a neuron, their weights w that read it go to zero. To first order, the loss of a batch
+    changes by -w.dL/dw. The estimate is the root mean square of that over the batches: Molchanov et al., "Importance
+    estimation for neural network pruning" (2019). The model is evaluated in eval mode.
+    """
+    if not len(batches):
+        raise ValueError("batches must hold at least one batch, got none")
+    inner = inside(model)
+    graph.check(inner)
+    stored = stored_tensors(inner)
+    read = [
+        (name, axis, layout)
+        for name, axes in graph.tensors.items()
+        for axis, layout in axes.items()
+        if bool((layout.role == READ).any()) and stored[name].requires_grad
+    ]
+    names = list(dict.fromkeys(name for name, _, _ in read))
+    squares = {name: torch.zeros(unit.width, dtype=torch.float64) for name, unit in graph.units.items()}
+    with undisturbed(inner), torch.enable_grad():
+        for index, batch in enumerate(batches):
+            loss = checked_loss(model, loss_fn, batch, index)
+            found = torch.autograd.grad(loss, [stored[name] for name in names], allow_unused=True)
+            gradients = dict(zip(names, found, strict=True))
+            change = {name: torch.zeros_like(own) for name, own in squares.items()}
+            for name, axis, layout in read:
+                gradient = gradients[name]
+                if gradient is None:
+                    continue
+                products = (stored[name].detach() * gradient).movedim(axis, 0).reshape(len(layout), -1)
+                along = products.double().sum(1).cpu()
+                for number, unit in enumerate(graph.units):
+                    places = np.flatnonzero((layout.unit == number) & (layout.role == READ))
+                    if len(places):
+                        channels = torch.from_numpy(layout.channel[places])
+                        change[unit].index_add_(0, channels, along[torch.from_numpy(places)])
+            for name, own in change.items():
+                squares[name] += own.square()
+    return {name: (own / len(batches)).sqrt() for name, own in squares.items()}
 
 
 def select_removals(

@@ -12,7 +12,8 @@ from torch.utils import data as torch_data
 
 from s3d_fast import data
 from s3d_fast.recipes import recipe
-from s3d_fast.recipes.running import Job, run
+from s3d_fast.recipes.job import Job
+from s3d_fast.recipes.running import run
 
 
 class Noisy(torch_data.Dataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,20 @@ def test_grow_step_adds_filters() -> None:
     assert model[0].out_features == 7
     assert len(step.plan.new) == 3
     assert torch.allclose(model(x), before, atol=1e-6)
+
+
+def test_prune_and_regrow_within_a_budget(tmp_path: Path) -> None:
+    options = {
+        "new_filters": {"kind": "random"},
+        "removals": True,
+        "eps": 1.0,
+        "selection": {"m": 2, "c": 1.3, "budget": 0, "cost": "params"},
+    }
+    run = grow_worker.grower(tmp_path, **options)
+    history = run.run()
+    assert any(phase.removed > 0 for phase in history)
+    assert any(phase.added + phase.splits > 0 for phase in history)
+    assert all(after.params <= before.params for before, after in itertools.pairwise(history))
+    assert run.report().exists()
+    with pytest.raises(ValueError, match="budget"):
+        grow_worker.grower(None, removals=True).run()

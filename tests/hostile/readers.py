@@ -31,7 +31,8 @@ from s3d_fast.data import Entry, JpegSource
 from s3d_fast.growth import checkpoint
 from s3d_fast.models.mlp import MLP
 from s3d_fast.recipes import recipe
-from s3d_fast.recipes.running import Job, run
+from s3d_fast.recipes.job import Job
+from s3d_fast.recipes.running import run
 from s3d_fast.recipes.saved import load_network, saved_network
 from s3d_fast.records.run import read_run
 from s3d_fast.records.run_folder import read_spectra

@@ -23,16 +23,10 @@ from s3d_fast.growth import split_step as growth
 from s3d_fast.network.edgeconv import EdgeConv
 from s3d_fast.recipes import RECIPES, Recipe, preset_for, recipe
 from s3d_fast.recipes.baselines import parameter_count
-from s3d_fast.recipes.running import (
-    METHODS,
-    Job,
-    evaluate,
-    make_loss,
-    make_network,
-    make_optimizer,
-    run,
-    uniform_sizes,
-)
+from s3d_fast.recipes.from_scratch import uniform_sizes
+from s3d_fast.recipes.job import Job, evaluate, make_loss, make_network, make_optimizer
+from s3d_fast.recipes.methods import METHODS
+from s3d_fast.recipes.running import run
 from s3d_fast.recipes.split_data import SplitData
 
 EVERY = [(name, preset) for name, presets in RECIPES.items() for preset in presets]
@@ -701,8 +695,11 @@ def test_bad_jobs_are_refused(changes: dict[str, Any], argument: str, digits: da
         replace(Job(TINY, digits), **changes)
 
 
-def test_there_are_four_methods() -> None:
-    assert list(METHODS) == ["s3d", "s2d", "net2net", "uniform"]
+def test_there_are_ways_to_grow_to_prune_and_to_train() -> None:
+    kinds = {kind: [name for name, method in METHODS.items() if method.kind == kind] for kind in ("grow", "prune")}
+    assert kinds["grow"] == ["s3d", "s2d", "net2net", "new", "firefly", "gradmax", "regrow"]
+    assert kinds["prune"] == ["l1", "bn", "morphnet", "amc"]
+    assert [name for name in METHODS if name not in kinds["grow"] + kinds["prune"]] == ["full", "uniform", "scratch"]
 
 
 def test_a_recipe_uses_the_given_numbers_of_samples(digits: data.Dataset) -> None:

@@ -12,8 +12,8 @@ from s3d_fast import data
 from s3d_fast.base.world import World
 from s3d_fast.capture.budget import CapturePlan, UnitNeed
 from s3d_fast.recipes import recipe, split_data
+from s3d_fast.recipes.job import make_network
 from s3d_fast.recipes.recipe import Recipe
-from s3d_fast.recipes.running import make_network
 from s3d_fast.recipes.split_data import SplitData
 
 TINY = recipe("digits").with_settings({"widths": (3, 4, 5), "split_samples": 64, "split_batch": 16})

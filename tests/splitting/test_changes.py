@@ -21,6 +21,7 @@ from s3d_fast import (
     mask,
     norm_scales,
     prune,
+    removal_losses,
     scale_penalty,
     select_removals,
     trace,
@@ -320,3 +321,24 @@ def test_plans_can_be_pickled_and_printed() -> None:
     assert "new filters" in repr(plan)
     assert "removals" in repr(plan)
     assert "after" in str(plan)
+
+
+# Not DGCNN: which points are neighbours changes at once, not step by step.
+@pytest.mark.parametrize("case", [BY_NAME[name] for name in ("mlp", "vgg", "mobilenet", "resnet")], ids=str)
+def test_removal_losses_are_the_first_order_change(case: ModelCase) -> None:
+    model, graph = traced(case)
+    batch = case.batch(model)
+    estimates = removal_losses(model, squared_error, [batch], graph)
+    before = float(squared_error(model(batch[0]), batch[1]).detach())
+    step = 1e-6
+    for name in graph.units:
+        for neuron in (0, graph.units[name].width - 1):
+            plan = SplitPlan(graph, (), removed=[Removal(name, neuron, 0.0)])
+            masked = copy.deepcopy(model)
+            mask(masked, plan)
+            with torch.no_grad():
+                # A small step towards the masked weights.
+                for own, other in zip(masked.parameters(), model.parameters(), strict=True):
+                    own.copy_(other + step * (own - other))
+                change = (float(squared_error(masked(batch[0]), batch[1])) - before) / step
+            assert float(estimates[name][neuron]) == pytest.approx(abs(change), rel=1e-3, abs=1e-6), (name, neuron)
