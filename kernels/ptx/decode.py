@@ -184,7 +184,8 @@ def writer(operand: Operand, kind: str) -> Writer:
 
 
 def _full(wave: Wave, bits: Array) -> Array:
-    return bits if bits.ndim else np.full(wave.lanes, bits)
+    # A constant has one entry; a wave has at least 32 lanes.
+    return bits if bits.size > 1 else np.full(wave.lanes, bits.reshape(()))
 
 
 def items(operand: Operand) -> tuple[Any, ...]:
