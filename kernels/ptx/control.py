@@ -1,4 +1,4 @@
-"""Branches, returns, and barriers of a program."""
+"""Branches, returns, and barriers."""
 
 from __future__ import annotations
 
@@ -6,65 +6,62 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from s3d_fast.kernels.ptx.decode import Control, Mask, Step, executes, moves_warps, reader, unknown
+from s3d_fast.kernels.ptx.decode import Mask, Step, executes, moves_threads, reader, unknown
 from s3d_fast.kernels.ptx.parse import Immediate, Instruction, Program, Symbol
-from s3d_fast.kernels.ptx.values import Array
 
 if TYPE_CHECKING:
     from s3d_fast.kernels.ptx.wave import Wave
 
 WARP = 32
-# The place of warps that have returned.
+# The place of threads that have returned.
 DONE = 1 << 40
 
 
-@moves_warps("bra")
-def bra(instruction: Instruction, program: Program) -> Control:
-    """Go to a label, where the guard holds; it must hold for all threads of a warp or for none."""
+@moves_threads("bra")
+def bra(instruction: Instruction, program: Program) -> Step:
+    """Go to a label, where the guard holds."""
     (target,) = instruction.operands
     assert isinstance(target, Symbol)
     goal = program.labels[target.name]
 
-    def run(wave: Wave, mask: Mask, group: Array) -> None:
-        wave.pc[_whole_warps(wave, mask, group)] = goal
+    def run(wave: Wave, mask: Mask) -> None:
+        wave.pc[wave.chosen(mask)] = goal
 
     return run
 
 
-@moves_warps("brx")
-def brx(instruction: Instruction, program: Program) -> Control:
+@moves_threads("brx")
+def brx(instruction: Instruction, program: Program) -> Step:
     """Go to one of several labels, by an index."""
     index, table = instruction.operands
     assert isinstance(table, Symbol)
     goals = np.array([program.labels[name] for name in program.tables[table.name]])
     read = reader(index, "u32")
 
-    def run(wave: Wave, mask: Mask, group: Array) -> None:
-        warps = _whole_warps(wave, mask, group)
-        chosen = np.broadcast_to(read(wave), wave.lanes).reshape(-1, WARP)
-        if (chosen[warps] != chosen[warps, :1]).any():
-            raise wave.fault("threads of one warp branch to different places")
-        if (chosen[warps] >= len(goals)).any():
-            raise wave.fault("an indexed branch leaves its table")
-        wave.pc[warps] = goals[chosen[warps, 0]]
+    def run(wave: Wave, mask: Mask) -> None:
+        chosen = wave.chosen(mask)
+        number = np.broadcast_to(read(wave), wave.lanes)[chosen]
+        if (bad := number >= len(goals)).any():
+            raise wave.fault("an indexed branch leaves its table", int(chosen[np.argmax(bad)]))
+        wave.pc[chosen] = goals[number]
 
     return run
 
 
-@moves_warps("ret", "exit")
-def ret(instruction: Instruction, program: Program) -> Control:
-    """End warps."""
+@moves_threads("ret", "exit")
+def ret(instruction: Instruction, program: Program) -> Step:
+    """End threads."""
 
-    def run(wave: Wave, mask: Mask, group: Array) -> None:
-        wave.pc[_whole_warps(wave, mask, group)] = DONE
+    def run(wave: Wave, mask: Mask) -> None:
+        wave.pc[wave.chosen(mask)] = DONE
         _release(wave)
 
     return run
 
 
-@moves_warps("bar.sync", "barrier.sync", "bar.cta", "barrier.cta")
-def barrier(instruction: Instruction, program: Program) -> Control:
-    """Wait until all warps of the program are here."""
+@moves_threads("bar.sync", "barrier.sync", "bar.cta", "barrier.cta")
+def barrier(instruction: Instruction, program: Program) -> Step:
+    """Wait until all threads of the program are here."""
     name, *count = instruction.operands
     assert isinstance(name, Immediate)
     number = int(name.text, 0)
@@ -72,8 +69,8 @@ def barrier(instruction: Instruction, program: Program) -> Control:
         # A barrier of some warps would order only these.
         raise unknown(instruction)
 
-    def run(wave: Wave, mask: Mask, group: Array) -> None:
-        wave.barrier[_whole_warps(wave, mask, group)] = number
+    def run(wave: Wave, mask: Mask) -> None:
+        wave.barrier[wave.chosen(mask)] = number
         _release(wave)
 
     return run
@@ -85,19 +82,8 @@ def warp_barrier(instruction: Instruction) -> Step:
     return lambda wave, mask: wave.stamps.sync_warps(mask)
 
 
-def _whole_warps(wave: Wave, mask: Mask, group: Array) -> Array:
-    """Return the warps of a group all of whose threads are in the mask; it is an error if only some are."""
-    if mask is None:
-        return group
-    lanes = mask.reshape(-1, WARP)
-    chosen = lanes.all(1)
-    if (chosen != lanes.any(1)).any():
-        raise wave.fault("threads of one warp branch differently", int(np.argmax(lanes.any(1) & ~chosen)) * WARP)
-    return chosen
-
-
 def _release(wave: Wave) -> None:
-    """Let programs go on all of whose warps wait or have returned."""
+    """Let programs go on all of whose threads wait or have returned."""
     by_program = wave.barrier.reshape(len(wave.places), -1)
     is_done = wave.pc.reshape(len(wave.places), -1) == DONE
     ready = ((by_program >= 0) | is_done).all(1) & (by_program >= 0).any(1)
@@ -105,6 +91,6 @@ def _release(wave: Wave) -> None:
         return
     numbers = np.where(is_done, by_program.max(1, keepdims=True), by_program)[ready]
     if (numbers != numbers[:, :1]).any():
-        raise wave.fault("warps wait at different barriers")
+        raise wave.fault("threads wait at different barriers")
     by_program[ready] = -1
     wave.stamps.new_epoch(ready)

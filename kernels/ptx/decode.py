@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 # The threads that execute an instruction; None means all.
 Mask: TypeAlias = "Array | None"
 Step: TypeAlias = Callable[["Wave", Mask], None]
-# A control step also gets the warps that are here, and moves them.
-Control: TypeAlias = Callable[["Wave", Mask, Array], None]
 Reader: TypeAlias = Callable[["Wave"], Array]
 Writer: TypeAlias = Callable[["Wave", Array, Mask], None]
 
 STEPS: dict[str, Callable[[Instruction], Step]] = {}
-CONTROLS: dict[str, Callable[[Instruction, Program], Control]] = {}
+# Steps that change where threads are.
+CONTROLS: dict[str, Callable[[Instruction, Program], Step]] = {}
 # Opcodes whose first operand is not a register that they write.
 WITHOUT_RESULT = frozenset({"st", "red", "cp", "bar", "barrier", "fence", "membar", "bra", "brx", "ret", "exit", "stmatrix"})
 
@@ -48,7 +47,7 @@ class Decoded:
     instruction: Instruction
     sources: frozenset[int]
     step: Step | None
-    control: Control | None
+    control: Step | None
 
 
 def executes(*names: str) -> Callable[[Callable[[Instruction], Step]], Callable[[Instruction], Step]]:
@@ -61,12 +60,12 @@ def executes(*names: str) -> Callable[[Callable[[Instruction], Step]], Callable[
     return register
 
 
-def moves_warps(
+def moves_threads(
     *names: str,
-) -> Callable[[Callable[[Instruction, Program], Control]], Callable[[Instruction, Program], Control]]:
+) -> Callable[[Callable[[Instruction, Program], Step]], Callable[[Instruction, Program], Step]]:
     """Register a function that turns instructions of these names into control steps."""
 
-    def register(build: Callable[[Instruction, Program], Control]) -> Callable[[Instruction, Program], Control]:
+    def register(build: Callable[[Instruction, Program], Step]) -> Callable[[Instruction, Program], Step]:
         CONTROLS.update(dict.fromkeys(names, build))
         return build
 
@@ -83,7 +82,7 @@ def decode(program: Program) -> list[Decoded]:
 
 
 def _decode(instruction: Instruction, program: Program) -> Decoded:
-    # The forms of bar differ: bar.sync moves warps, bar.warp.sync does not.
+    # The forms of bar differ: bar.sync stops threads, bar.warp.sync does not.
     name = ".".join(instruction.parts[:2]) if instruction.name in ("bar", "barrier") else instruction.name
     try:
         if name in CONTROLS:

@@ -8,6 +8,9 @@ after which of both it is running:
 The epoch is a number that no other program and no time between two barriers shares; `syncs` counts the warp's own
 synchronisations since then. Each cell of memory keeps the stamps of its last write and of its last read, and the set of
 warps that have read it in that epoch.
+
+Threads of a warp that execute one instruction read together. Triton lets several threads load the same number and one
+of them store it later; these need no synchronisation.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from s3d_fast.kernels.ptx.values import Array
 
 EPOCH, SYNCS = 37, 11
 THREAD_MASK, WARP_MASK = np.int64(0x3FF), np.int64(0x3E0)
-# Set in the stamp of a read by several threads of one warp.
+# Set in the stamp of a read if other threads of the warp have read the cell in another instruction.
 SEVERAL = np.int64(0x400)
 
 
@@ -116,11 +119,10 @@ class Hazards:
         # One warp of each program at a time: in one assignment, two warps would overwrite each other's bits.
         for warp in np.unique(warps):
             self.readers[cells[warps == warp]] |= np.uint32(1) << np.uint32(warp)
-        # Another thread of this warp has read the cell since the warp's last synchronisation.
-        change = earlier ^ mine
+        # Of the threads that read together, the first one stands for all: if it writes later, it does so after them.
+        # Copies, since numpy may walk through reversed views in the order of memory.
+        self.read[cells[::-1].copy()] = np.broadcast_to(mine, cells.shape)[::-1].copy()
+        change = earlier ^ self.read[cells]
         joined = (change >> SYNCS == 0) & (change & WARP_MASK == 0) & (change & (THREAD_MASK | SEVERAL) != 0)
-        noted = np.where(joined, mine | SEVERAL, mine)
-        self.read[cells] = noted
-        shared = self.read[cells] != noted
-        if shared.any():
-            self.read[cells[shared]] |= SEVERAL
+        if joined.any():
+            self.read[cells[joined]] |= SEVERAL

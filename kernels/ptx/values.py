@@ -87,5 +87,6 @@ def halves(bits: Array, kind: str) -> Array:
 
 
 def flushed(values: Array) -> Array:
-    """Return float32 numbers with subnormal ones replaced by zero, as instructions marked .ftz do."""
-    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), values), values)
+    """Return numbers with subnormal ones replaced by zero, as instructions marked .ftz do."""
+    zero = values.dtype.type(0)
+    return np.where(np.abs(values) < np.finfo(values.dtype).tiny, np.copysign(zero, values), values)

@@ -1,6 +1,6 @@
-"""Programs of a launch that are executed at once: their registers, and where each warp is.
+"""Programs of a launch that are executed at once: their registers, and where each thread is.
 
-All threads of all programs execute an instruction together, as one numpy operation. Where warps are at different
+All threads of all programs execute an instruction together, as one numpy operation. Where threads are at different
 instructions, those that are furthest behind go first, until they meet others or branch.
 """
 
@@ -23,7 +23,7 @@ from s3d_fast.kernels.ptx.values import UNSIGNED, Array
 from s3d_fast.kernels.ptx.wgmma import WarpgroupProducts
 
 # No kernel of a test takes as many instructions: one that does would never end.
-MOST_STEPS = 10_000_000
+MOST_STEPS = 1_000_000
 
 Place = tuple[int, int, int]
 
@@ -79,8 +79,9 @@ class Wave:
         self.last_write = [0] * len(program.registers)
         self.step_number = 0
         self.special = self._specials(grid)
-        self.pc = np.zeros(self.warps, np.int64)
-        self.barrier = np.full(self.warps, -1)  # the barrier at which a warp waits
+        self.pc = np.zeros(self.lanes, np.int64)
+        self.barrier = np.full(self.lanes, -1)  # at which a thread waits
+        self.waits_for_warp = np.zeros(self.lanes, bool)
         self.current = program.code[0]
 
     def _unset(self, register: Register) -> Array:
@@ -165,7 +166,7 @@ class Wave:
     def run(self) -> None:
         """Execute all programs to their end."""
         while True:
-            runnable = np.where(self.barrier >= 0, DONE, self.pc)
+            runnable = np.where((self.barrier >= 0) | self.waits_for_warp, DONE, self.pc)
             here = int(runnable.min())
             if here == DONE:
                 break
@@ -174,16 +175,22 @@ class Wave:
             self._execute(here, int(later.min()) if len(later) else DONE, group)
             if self.step_number > MOST_STEPS:
                 raise self.fault(f"more than {MOST_STEPS} instructions")
-        if (self.barrier >= 0).any():
-            raise self.fault("warps wait at a barrier that others never reach")
+        if (self.barrier >= 0).any() or self.waits_for_warp.any():
+            raise self.fault("threads wait for others that never come")
 
     def _execute(self, pc: int, stop: int, group: Array) -> None:
-        """Execute from one place on, with a group of warps, to the next branch or barrier or to where others are."""
-        mask: Mask = None if group.all() else np.repeat(group, WARP)
-        warps, executed, registers, watched = int(group.sum()), self.tally.executed, self.registers, self.watched
+        """Execute from one place on, with a group of threads, to the next branch or barrier or to where others are."""
+        mask: Mask = None if group.all() else group
+        by_warp = group.reshape(-1, WARP)
+        whole = (by_warp | (self.pc.reshape(-1, WARP) == DONE)).all(1)
+        warps, is_whole = int(by_warp.any(1).sum()), bool((by_warp.any(1) <= whole).all())
+        executed, registers, watched = self.tally.executed, self.registers, self.watched
         while pc != stop:
             decoded = self.code[pc]
             self.current = instruction = decoded.instruction
+            if not is_whole and "sync" in instruction.parts:
+                self._gather_warps(pc, group)
+                return
             executed[pc] += warps
             self.step_number += 1
             active = mask
@@ -195,10 +202,18 @@ class Wave:
                 self._inspect(decoded.sources, active)
             if decoded.control is not None:
                 self.pc[group] = pc + 1
-                decoded.control(self, active, group)
+                decoded.control(self, active)
                 return
             if active is None or active is mask or active.any():
                 assert decoded.step is not None
                 decoded.step(self, active)
             pc += 1
         self.pc[group] = pc
+
+    def _gather_warps(self, pc: int, group: Array) -> None:
+        """Let threads that have come to an instruction of whole warps wait for the other threads of their warps."""
+        self.pc[group] = pc
+        self.waits_for_warp[group] = True
+        here = (self.waits_for_warp & (self.pc == pc)).reshape(-1, WARP)
+        complete = (here | (self.pc.reshape(-1, WARP) == DONE)).all(1)
+        self.waits_for_warp[np.repeat(complete, WARP)] = False
