@@ -36,7 +36,8 @@ class Launch:
     threads: int  # per program
     shared_memory: int  # bytes per program
     findings: list[Finding]
-    instructions: dict[str, int]  # executed by warps, by class
+    executed: dict[int, int]  # how many warps executed the instruction of a line of the PTX
+    instructions: dict[str, int]  # the same by class
     multiplications: int  # on tensor cores
     bytes: dict[str, int]  # moved, by kind of access
     passes: dict[str, tuple[int, int]]  # over shared memory: taken, and needed at least
@@ -91,8 +92,9 @@ def execute(
             shared = SharedMemory(len(own), shared_memory, grain)
             Wave(program, code, first, own, sizes, parameters, memory, shared, tally).run()
     memory.write_back()
+    executed = {i.line: int(times) for i, times in zip(program.code, tally.executed, strict=True)}
     return Launch(
-        program.name, sizes, program.threads, shared_memory, list(tally.findings.values()),
+        program.name, sizes, program.threads, shared_memory, list(tally.findings.values()), executed,
         by_class(program, tally.executed), tensor_multiplications(program, tally.executed), tally.bytes, tally.passes,
         time.perf_counter() - began, ptx,
     )  # fmt: skip

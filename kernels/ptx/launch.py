@@ -40,8 +40,16 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found in all launches."""
-        return [finding for launch in self.launches for finding in launch.findings]
+        """What is wrong in any launch: races, uninitialised memory, conflicting writes."""
+        return [finding for finding in self._everything() if not finding.is_ambiguous]
+
+    @property
+    def ambiguities(self) -> list[Finding]:
+        """Where the last bits of a result are not determined, see `Finding.is_ambiguous`."""
+        return [finding for finding in self._everything() if finding.is_ambiguous]
+
+    def _everything(self) -> Iterator[Finding]:
+        return (finding for launch in self.launches for finding in launch.findings)
 
     @property
     def instructions(self) -> Counter[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from s3d_fast.kernels.ptx.banks import passes
+from s3d_fast.kernels.ptx.findings import conflict
 from s3d_fast.kernels.ptx.hazards import Hazards
 from s3d_fast.kernels.ptx.values import UNSIGNED, Array
 
@@ -72,8 +73,9 @@ class SharedMemory:
         self.count_passes(wave, addresses, size, mask)
         data, where, own = self.data.view(values.dtype), (places // itemsize)[:, None] + np.arange(count), values[chosen]
         data[where] = own
-        if (bad := data[where] != own).any():
-            wave.find_among("threads write different values to one place in shared memory", chosen, bad)
+        found = data[where]
+        if (bad := found != own).any():
+            wave.find_among(conflict(own[bad], found[bad], "shared"), chosen, bad)
 
     def note_read(self, wave: Wave, places: Array, size: int, chosen: Array) -> None:
         """Check that what is read was written, has arrived, and is not written at the same time."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from s3d_fast.kernels.ptx.findings import Fault
+from s3d_fast.kernels.ptx.findings import Fault, conflict
 from s3d_fast.kernels.ptx.hazards import Hazards
 from s3d_fast.kernels.ptx.values import UNSIGNED, Array
 
@@ -113,8 +113,9 @@ class GlobalMemory:
         wave.tally.add_bytes("st.global", len(chosen) * size)
         data, where, own = self.data.view(values.dtype), (places // itemsize)[:, None] + np.arange(count), values[chosen]
         data[where] = own
-        if (bad := data[where] != own).any():
-            wave.find_among("threads write different values to one place in global memory", chosen, bad)
+        found = data[where]
+        if (bad := found != own).any():
+            wave.find_among(conflict(own[bad], found[bad], "global"), chosen, bad)
 
     def add(self, wave: Wave, addresses: Array, values: Array, mask: Mask) -> Array:
         """Add values (lanes, count) atomically, one lane after the other; return what was there before."""

@@ -226,7 +226,7 @@ def _begin(instruction: Instruction) -> Step:
         warps = _warps(wave, mask)
         firsts = np.flatnonzero(warps.reshape(-1, WARPGROUP // WARP).any(1)) * WARPGROUP
         adding = np.broadcast_to(read_adds(wave), wave.lanes)
-        _check_registers(wave, warps, mask, accumulators if adding.any() else [], fragments)
+        _check_registers(wave, warps, mask, accumulators if adding[wave.chosen(mask)].any() else [], fragments)
         product = Product(tuple(accumulators), tuple(fragments), wave.products.closed.copy(), warps.copy())
         if A is None:
             registers = [wave.registers[index] for index in fragments]

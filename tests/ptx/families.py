@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from s3d_fast.maths import reference
 from s3d_fast.maths.activations import activation, activation_names
@@ -201,3 +201,25 @@ def simulate(target: str, name: str, dtype_name: str) -> Outcome:
     kernels = {launch.kernel for launch in report.launches}
     assert call.kernels <= kernels, f"{name}: only {kernels} ran"
     return Outcome(kernels, list(map(str, report.findings)), sum(launch.seconds for launch in report.launches))
+
+
+def mutate(target: str, name: str, dtype_name: str) -> list[Any]:
+    """Return the mutants of the kernels of a call."""
+    from s3d_fast.backends.triton import TRITON
+    from s3d_fast.kernels import grouped
+    from s3d_fast.kernels.options import triton_options
+    from s3d_fast.kernels.ptx.mutation import mutants
+
+    call = CALLS[name]
+    grouped._PRESENT.clear()
+    given = call.arguments(DTYPES[dtype_name])
+    by_address = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)] if "grouped" in name else []
+
+    def run() -> list[Tensor]:
+        # Some operations change their arguments, which the grouped one must find at their addresses.
+        own = given if by_address else tree_map_only(Tensor, Tensor.clone, given)
+        result = getattr(TRITON, call.operation)(**own)
+        return [leaf for leaf in tree_leaves((result, own)) if isinstance(leaf, Tensor)]
+
+    with triton_options(**call.options):
+        return mutants(target, run, by_address)
