@@ -73,9 +73,10 @@ class Wave:
         self.number_of = (first + self.program_of).astype(np.int32)
         self.copies, self.products = Copies(self.warps), WarpgroupProducts(self.warps)
         self.registers = [self._unset(register) for register in program.registers]
-        # Registers to look at before use: not yet written by all threads, or used by an asynchronous product.
-        self.watched = {register.index for register in program.registers}
-        self.written: dict[int, Array] = {}
+        # Registers that not all threads have written yet, with those that have.
+        self.written = {register.index: np.zeros(self.lanes, bool) for register in program.registers}
+        # Registers to look at before use: these, and those that a product under way uses.
+        self.watched = set(self.written)
         self.last_write = [0] * len(program.registers)
         self.step_number = 0
         self.special = self._specials(grid)
@@ -108,40 +109,47 @@ class Wave:
         """Return the numbers of the lanes of a mask."""
         return self.every_lane if mask is None else np.flatnonzero(mask)
 
+    def _lanes(self, mask: Mask) -> Array:
+        return np.ones(self.lanes, bool) if mask is None else mask
+
     def set(self, index: int, bits: Array, mask: Mask) -> None:
         """Write a register in the threads of a mask."""
         self.last_write[index] = self.step_number
         if index in self.watched:
-            self._note_write(index, mask)
+            self._check_write(index, mask)
         if mask is None:
             self.registers[index] = bits
         else:
             self.registers[index] = np.where(mask, bits, self.registers[index])
 
-    def _note_write(self, index: int, mask: Mask) -> None:
-        if self.products.uses(index):
-            self.find("register written while wgmma uses it", mask)
-            return
-        every = self.written.get(index)
-        every = mask if every is None or mask is None else mask | every
-        if every is None or every.all():
-            self.watched.discard(index)
-            self.written.pop(index, None)
-        else:
-            self.written[index] = every
+    def _check_write(self, index: int, mask: Mask) -> None:
+        if self.products.uses(index) and (lanes := self.products.use(index, self._lanes(mask))).any():
+            self.find("register written while wgmma uses it", lanes)
+        self.note_written(index, mask)
+
+    def note_written(self, index: int, mask: Mask) -> None:
+        """Note that the threads of a mask have given a register a value."""
+        if index in self.written and mask is not None:
+            self.written[index] = self.written[index] | mask
+        if index in self.written and (mask is None or self.written[index].all()):
+            del self.written[index]
+            if not self.products.uses(index):
+                self.watched.discard(index)
+
+    def check_written(self, index: int, mask: Mask) -> None:
+        """Check that a register has a value in the threads of a mask."""
+        if index in self.written and (missing := ~self.written[index] & self._lanes(mask)).any():
+            self.find(f"uninitialised register {self.program.registers[index].name}", missing)
 
     def _inspect(self, sources: frozenset[int], mask: Mask) -> None:
         """Look at the watched registers that an instruction reads."""
         for index in sources & self.watched:
-            name = self.program.registers[index].name
+            self.check_written(index, mask)
             if self.products.uses(index):
-                if index in self.products.accumulators:
-                    self.find(f"register {name} read while wgmma adds to it", mask)
-                continue
-            missing = ~self.written[index] if index in self.written else np.ones(self.lanes, bool)
-            missing = missing if mask is None else missing & mask
-            if missing.any():
-                self.find(f"uninitialised register {name}", missing)
+                lanes = self.products.use(index, self._lanes(mask), accumulators_only=True)
+                if lanes.any():
+                    name = self.program.registers[index].name
+                    self.find(f"register {name} read while wgmma adds to it", lanes)
 
     def find(self, kind: str, lanes: Array | None) -> None:
         """Note a finding at the present instruction; the first of these lanes is named."""

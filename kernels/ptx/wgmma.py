@@ -50,8 +50,16 @@ class WarpgroupProducts:
         self.fragments: Counter[int] = Counter()
 
     def uses(self, register: int) -> bool:
-        """Return whether a product under way uses a register."""
+        """Return whether a product under way uses a register, in any warp."""
         return register in self.accumulators or register in self.fragments
+
+    def use(self, register: int, lanes: Array, accumulators_only: bool = False) -> Array:
+        """Return which of these lanes (a mask) have a product under way that uses a register."""
+        warps = np.zeros(len(self.closed), bool)
+        for product in self.pending:
+            if register in product.accumulators or (register in product.fragments and not accumulators_only):
+                warps |= product.left
+        return np.repeat(warps, WARP) & lanes
 
     def begin(self, wave: Wave, product: Product) -> None:
         """Note a product that has begun."""
@@ -241,7 +249,7 @@ def _begin(instruction: Instruction) -> Step:
             bits = (before + sums[:, i].reshape(-1)).astype(np.float32).view(np.uint32)
             # Not `wave.set`: products may follow each other on the same accumulators.
             wave.registers[index] = bits if mask is None else np.where(mask, bits, wave.registers[index])
-            wave.written.pop(index, None)
+            wave.note_written(index, mask)
         wave.products.begin(wave, product)
 
     return run
@@ -251,7 +259,6 @@ def _check_registers(wave: Wave, warps: Array, mask: Mask, accumulators: list[in
     fenced = int(wave.products.fenced[warps].min())
     for index in (*accumulators, *fragments):
         name = wave.program.registers[index].name
-        if index in wave.watched and not wave.products.uses(index):
-            wave.find(f"uninitialised register {name}", mask)
+        wave.check_written(index, mask)
         if wave.last_write[index] > fenced:
             wave.find(f"wgmma reads register {name} written after the last wgmma.fence", mask)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +32,33 @@ ENTRY_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+# The same for products that round their factors to TF32, or to 16 bits.
+PRECISION_TOLERANCE = {"high": 2.0**-9, "medium": 2.0**-7}
+
+
 class Call(NamedTuple):
     """One call of an operation: arguments for rows of a dtype, and options of the kernels."""
 
     operation: str
     arguments: Callable[[torch.dtype], Arguments]
     kernels: set[str]  # the kernels that must have run
-    options: dict[str, Any] = {}  # noqa: RUF012
+    options: Mapping[str, Any] = MappingProxyType({})
+    processors: int = 2  # of the GPU: few, so that programs have several tiles
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The names of the dtypes of rows that make a difference."""
+        if "precision" in self.options:
+            return ["fp32"] if self.options["precision"] == "high" else ["bf16", "fp16"]
+        on_vectors = self.operation in ("krylov_extend", "tridiagonal_extremes", "certified_widths")
+        return ["fp32", "fp64"] if on_vectors else list(DTYPES)
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """The largest error, as a fraction of the largest entry."""
+        if "precision" in self.options:
+            return PRECISION_TOLERANCE[self.options["precision"]]
+        is_entry = self.operation in ("curvature_coefficients", "grow_weights")
+        return (ENTRY_TOLERANCE if is_entry else ROWS_TOLERANCE)[dtype]
 
 
 def rows(*sizes: int, bias: bool = False, K: int = 0) -> Callable[[torch.dtype], Arguments]:
@@ -135,8 +156,11 @@ SMALL = {
     "tridiagonal": Call("tridiagonal_extremes", tridiagonal, {"extremes_kernel"}),
     "certificate": Call("certified_widths", certificate, {"widths_kernel"}),
 }
-# What does not depend on the dtype of the rows, but on that of the vectors.
-VECTORS = ("krylov", "krylov general", "tridiagonal", "certificate")
+SMALL |= {
+    f"{name} {precision}": SMALL[name]._replace(options={"precision": precision})
+    for name in ("pointwise 64", "wide", "grouped", "gated", "edgeconv")
+    for precision in PRECISION_TOLERANCE
+}
 
 # Larger shapes, every width and every activation, which the longer run adds.
 LARGE = {
@@ -171,6 +195,14 @@ LARGE = {
     },
     "krylov long": Call("krylov_extend", krylov(4, 2048, 5), {"extend_kernel"}),
 }
+# Sums over many rows in float32 are only as exact as the number of rows in one sum allows: a GPU has many programs.
+LARGE = {name: call._replace(processors=16) for name, call in LARGE.items()}
+LARGE |= {
+    f"{name} {precision}": call._replace(options={"precision": precision})
+    for name, call in LARGE.items()
+    for precision in PRECISION_TOLERANCE
+    if call.operation in ("splitting_matvec", "splitting_matvec_grouped", "gated_matvec", "edgeconv_matvec")
+}
 CALLS = SMALL | LARGE
 
 
@@ -179,6 +211,7 @@ class Outcome(NamedTuple):
 
     kernels: set[str]
     findings: list[str]
+    ambiguities: list[str]
     seconds: float
 
 
@@ -194,13 +227,12 @@ def simulate(target: str, name: str, dtype_name: str) -> Outcome:
     # The widths of earlier calls would be compiled in as well.
     grouped._PRESENT.clear()
     by_address = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)] if "grouped" in name else []
-    is_entry = call.operation in ("curvature_coefficients", "grow_weights")
-    tolerance = (ENTRY_TOLERANCE if is_entry else ROWS_TOLERANCE)[dtype]
-    with simulated(target, reachable=by_address) as report, triton_options(**call.options):
-        assert_agrees(TRITON, call.operation, label=name, tolerance=tolerance, **arguments)
+    with simulated(target, processors=call.processors, reachable=by_address) as report, triton_options(**call.options):
+        assert_agrees(TRITON, call.operation, label=name, tolerance=call.tolerance(dtype), **arguments)
     kernels = {launch.kernel for launch in report.launches}
     assert call.kernels <= kernels, f"{name}: only {kernels} ran"
-    return Outcome(kernels, list(map(str, report.findings)), sum(launch.seconds for launch in report.launches))
+    findings, ambiguities = list(map(str, report.findings)), list(map(str, report.ambiguities))
+    return Outcome(kernels, findings, ambiguities, sum(launch.seconds for launch in report.launches))
 
 
 def mutate(target: str, name: str, dtype_name: str) -> list[Any]:
