@@ -148,13 +148,14 @@ class GlobalMemory:
 
     def _note_write(self, wave: Wave, cells: Array, chosen: Array) -> None:
         own = wave.number_of[chosen][:, None]
+        # Noted first: two programs may write with one instruction.
+        self._note(self.writer, cells, own)
         others = ((self.writer[cells], "writes"), (self.reader[cells], "reads"), (self.adder[cells], "adds to"))
         for other, verb in others:
             if (bad := (other != NOBODY) & (other != own)).any():
                 wave.find_among(f"race: global memory written that another program {verb}", chosen, bad)
         if (raced := self.hazards.check_write(cells, wave.stamps.value[chosen])) is not None:
             wave.find_among("race: global memory written after an access of another thread, no barrier", chosen, raced)
-        self._note(self.writer, cells, own)
 
     def _note_add(self, wave: Wave, cells: Array, chosen: Array) -> None:
         own = wave.number_of[chosen][:, None]
