@@ -14,7 +14,7 @@ import numpy as np
 
 from s3d_fast.kernels.ptx.decode import Mask, Step, executes, reader, types, unknown, writer
 from s3d_fast.kernels.ptx.parse import Instruction
-from s3d_fast.kernels.ptx.values import SIGNED, UNSIGNED, Array, flushed, is_float, width
+from s3d_fast.kernels.ptx.values import SIGNED, UNSIGNED, Array, flushed, halves, is_float, to_bits, width
 
 if TYPE_CHECKING:
     from s3d_fast.kernels.ptx.wave import Wave
@@ -92,7 +92,7 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
     "cos": np.cos,
     "copysign": lambda a, b: np.copysign(b, a),
 }
-# What an opcode may contain besides its name and type. Whatever else there is changes the result in a way we do not know.
+# What an opcode may contain besides its name and type. Anything else may change the result, and is unknown.
 MODIFIERS = frozenset({"rn", "lo", "approx", "full", "ftz", "NaN"})
 
 
@@ -102,11 +102,13 @@ def calculate(instruction: Instruction) -> Step:
     if instruction.name == "mul" and instruction.parts[1] in ("wide", "hi"):
         return multiply_wide(instruction)
     (kind,) = types(instruction)
-    if not set(instruction.parts[1:]) <= MODIFIERS | {kind} or "x2" in kind:
+    if not set(instruction.parts[1:]) <= MODIFIERS | {kind}:
         raise unknown(instruction)
     function = FUNCTIONS[instruction.name]
     if "NaN" in instruction.parts:
         function = {"min": np.minimum, "max": np.maximum}[instruction.name]
+    if kind.endswith("x2"):
+        return _calculate_pairs(instruction, kind.removesuffix("x2"), function)
     flushes = "ftz" in instruction.parts
     target, *sources = instruction.operands
     readers, write = [reader(source, kind) for source in sources], writer(target, kind)
@@ -117,6 +119,20 @@ def calculate(instruction: Instruction) -> Step:
             write(wave, flushed(function(*map(flushed, values))), mask)
         else:
             write(wave, function(*values), mask)
+
+    return run
+
+
+def _calculate_pairs(instruction: Instruction, half: str, function: Callable[..., Array]) -> Step:
+    """Apply a function to both 16-bit numbers of registers, in float32, and round the results."""
+    if "ftz" in instruction.parts:
+        raise unknown(instruction)
+    target, *sources = instruction.operands
+    readers, write = [reader(source, "b32") for source in sources], writer(target, "b32")
+
+    def run(wave: Wave, mask: Mask) -> None:
+        values = [halves(np.broadcast_to(read(wave), wave.lanes), half) for read in readers]
+        write(wave, to_bits(function(*values), half).view(np.uint32)[:, 0], mask)
 
     return run
 

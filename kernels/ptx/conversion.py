@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,7 +78,11 @@ def convert(instruction: Instruction) -> Step:
         return _convert_pair(instruction, readers, result)
     rounding = next((ROUNDED[name] for name in modifiers if name in ROUNDED), None)
     write = writer(target, result)
-    if "rz" in modifiers or ("sat" in modifiers and not is_float(result)) or (result == "tf32" and "rna" not in modifiers):
+    if (
+        "rz" in modifiers
+        or ("sat" in modifiers and not is_float(result))
+        or (result == "tf32" and "rna" not in modifiers)
+    ):
         raise unknown(instruction)
 
     def run(wave: Wave, mask: Mask) -> None:
@@ -150,7 +155,9 @@ def permute_bytes(instruction: Instruction) -> Step:
 @executes("testp")
 def test_number(instruction: Instruction) -> Step:
     """Tell whether numbers are finite, infinite, or numbers at all."""
-    tests = {"finite": np.isfinite, "infinite": np.isinf, "notanumber": np.isnan, "number": lambda v: ~np.isnan(v)}
+    tests: dict[str, Callable[[Array], Array]] = {
+        "finite": np.isfinite, "infinite": np.isinf, "notanumber": np.isnan, "number": lambda v: ~np.isnan(v),
+    }  # fmt: skip
     test, kind = tests[instruction.parts[1]], instruction.parts[2]
     target, source = instruction.operands
     read, write = reader(source, kind), writer(target, "pred")

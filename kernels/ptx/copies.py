@@ -87,14 +87,14 @@ def copy(instruction: Instruction) -> Step:
         raise unknown(instruction)
     form = instruction.parts[2]
     if form == "commit_group":
-        return lambda wave, mask: wave.copies.close(_warps(wave, mask))
+        return lambda wave, mask: wave.copies.close(wave.warps_of(mask))
     if form == "wait_all":
-        return lambda wave, mask: wave.copies.wait(wave, _warps(wave, mask), -1)
+        return lambda wave, mask: wave.copies.wait(wave, wave.warps_of(mask), -1)
     if form == "wait_group":
         (number,) = instruction.operands
         assert isinstance(number, Immediate)
         left = int(number.text, 0)
-        return lambda wave, mask: wave.copies.wait(wave, _warps(wave, mask), left)
+        return lambda wave, mask: wave.copies.wait(wave, wave.warps_of(mask), left)
     if form in ("ca", "cg"):
         return _begin(instruction)
     raise unknown(instruction)
@@ -122,7 +122,3 @@ def _begin(instruction: Instruction) -> Step:
         wave.copies.start(wave, to(wave), values, mask)
 
     return run
-
-
-def _warps(wave: Wave, mask: Mask) -> Array:
-    return np.ones(wave.warps, bool) if mask is None else mask.reshape(-1, WARP).any(1)

@@ -37,7 +37,9 @@ STEPS: dict[str, Callable[[Instruction], Step]] = {}
 # Steps that change where threads are.
 CONTROLS: dict[str, Callable[[Instruction, Program], Step]] = {}
 # Opcodes whose first operand is not a register that they write.
-WITHOUT_RESULT = frozenset({"st", "red", "cp", "bar", "barrier", "fence", "membar", "bra", "brx", "ret", "exit", "stmatrix"})
+WITHOUT_RESULT = frozenset(
+    {"st", "red", "cp", "bar", "barrier", "fence", "membar", "bra", "brx", "ret", "exit", "stmatrix"}
+)
 
 
 @dataclass(frozen=True)

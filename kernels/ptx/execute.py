@@ -21,7 +21,7 @@ from s3d_fast.kernels.ptx.tensors import GlobalMemory
 from s3d_fast.kernels.ptx.values import width
 from s3d_fast.kernels.ptx.wave import Tally, Wave
 
-# Programs run together while they have at most this many threads and bytes of shared memory: beyond, numpy gains nothing.
+# Programs run together up to this many threads and bytes of shared memory: with more, numpy gains nothing.
 MOST_LANES, MOST_SHARED = 4096, 4 << 20
 # The largest access of a thread.
 LARGEST_ACCESS = 16
@@ -73,7 +73,8 @@ def execute(
     program, code = _decoded(ptx)
     if program.threads % 32:
         raise Fault(f"{program.name} has {program.threads} threads, which are no whole warps")
-    sizes = (*grid, 1, 1, 1)[:3]
+    x_size, y_size, z_size = (*grid, 1, 1, 1)[:3]
+    sizes = (x_size, y_size, z_size)
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     memory = GlobalMemory([*tensors, *reachable], program.constants, _smallest_access(program, "global"))
     values = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]

@@ -114,7 +114,10 @@ def _bits(tensor: Tensor) -> Tensor:
 def table(found: Iterable[Mutant]) -> str:
     """Return a table in Markdown: for each kernel and instruction how many were taken out, and what became of them."""
     counts = Counter((mutant.kernel, mutant.target, mutant.instruction, mutant.outcome) for mutant in found)
-    rows = ["| kernel | target | instruction | removed | reported | not needed | missed |", "|---|---|---|--:|--:|--:|--:|"]
+    rows = [
+        "| kernel | target | instruction | removed | reported | not needed | missed |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
     for kernel, target, name in dict.fromkeys(key[:3] for key in counts):
         numbers = [counts[kernel, target, name, outcome] for outcome in (REPORTED, UNNEEDED, MISSED)]
         rows.append(f"| `{kernel}` | {target} | `{name}` | {sum(numbers)} | {' | '.join(map(str, numbers))} |")

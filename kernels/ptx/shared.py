@@ -71,7 +71,11 @@ class SharedMemory:
         places = self.places(wave, addresses, size, chosen)
         self.note_write(wave, places, size, chosen)
         self.count_passes(wave, addresses, size, mask)
-        data, where, own = self.data.view(values.dtype), (places // itemsize)[:, None] + np.arange(count), values[chosen]
+        data, where, own = (
+            self.data.view(values.dtype),
+            (places // itemsize)[:, None] + np.arange(count),
+            values[chosen],
+        )
         data[where] = own
         found = data[where]
         if (bad := found != own).any():

@@ -111,7 +111,11 @@ class GlobalMemory:
         places = self.places(wave, addresses, size, chosen)
         self._note_write(wave, self._cells(places, size), chosen)
         wave.tally.add_bytes("st.global", len(chosen) * size)
-        data, where, own = self.data.view(values.dtype), (places // itemsize)[:, None] + np.arange(count), values[chosen]
+        data, where, own = (
+            self.data.view(values.dtype),
+            (places // itemsize)[:, None] + np.arange(count),
+            values[chosen],
+        )
         data[where] = own
         found = data[where]
         if (bad := found != own).any():

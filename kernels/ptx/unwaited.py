@@ -1,9 +1,9 @@
 """A check of compiled kernels: loops in which a product may still read a buffer while the next copy overwrites it.
 
-On sm_90 a product of a loop may go on (`isAsync`) until a later wait. A loop reads slot i of a buffer in iteration i and
-copies ahead into slot i + d, both modulo the number of slots; before the loop, d copies were begun. If both slots are the
-same and nothing waits for the product before the copy, the copy may overwrite what the product has not read yet. The
-same holds for the product of the iteration before, which reads slot i - 1.
+On sm_90 a product of a loop may go on (`isAsync`) until a later wait. A loop reads slot i of a buffer in iteration i
+and copies ahead into slot i + d, both modulo the number of slots; before the loop, d copies were begun. If both slots
+are the same and nothing waits for the product before the copy, the copy may overwrite what the product has not read
+yet. The same holds for the product of the iteration before, which reads slot i - 1.
 
 The simulator finds this where it runs; this check needs only the compiler's output, and no data.
 """

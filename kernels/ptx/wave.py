@@ -16,7 +16,7 @@ from s3d_fast.kernels.ptx.copies import Copies
 from s3d_fast.kernels.ptx.decode import Decoded, Mask
 from s3d_fast.kernels.ptx.findings import Fault, Finding
 from s3d_fast.kernels.ptx.hazards import Stamps
-from s3d_fast.kernels.ptx.parse import Program, Register, Special
+from s3d_fast.kernels.ptx.parse import Program, Special
 from s3d_fast.kernels.ptx.shared import SharedMemory
 from s3d_fast.kernels.ptx.tensors import GlobalMemory
 from s3d_fast.kernels.ptx.values import UNSIGNED, Array
@@ -72,21 +72,21 @@ class Wave:
         self.program_of = self.every_lane // self.threads
         self.number_of = (first + self.program_of).astype(np.int32)
         self.copies, self.products = Copies(self.warps), WarpgroupProducts(self.warps)
-        self.registers = [self._unset(register) for register in program.registers]
+        # No array of a register is changed in place, so that those not yet written can share one.
+        unset = {bits: np.zeros(self.lanes, UNSIGNED[bits]) for bits in UNSIGNED} | {1: np.zeros(self.lanes, bool)}
+        self.registers = [unset[register.bits] for register in program.registers]
         # Registers that not all threads have written yet, with those that have.
-        self.written = {register.index: np.zeros(self.lanes, bool) for register in program.registers}
+        self.written = {register.index: unset[1] for register in program.registers}
         # Registers to look at before use: these, and those that a product under way uses.
         self.watched = set(self.written)
-        self.last_write = [0] * len(program.registers)
+        # The step of the last write, and the threads that wrote.
+        self.last_write: list[tuple[int, Mask]] = [(0, None)] * len(program.registers)
         self.step_number = 0
         self.special = self._specials(grid)
         self.pc = np.zeros(self.lanes, np.int64)
         self.barrier = np.full(self.lanes, -1)  # at which a thread waits
         self.waits_for_warp = np.zeros(self.lanes, bool)
         self.current = program.code[0]
-
-    def _unset(self, register: Register) -> Array:
-        return np.zeros(self.lanes, bool if register.bits == 1 else UNSIGNED[register.bits])
 
     def _specials(self, grid: Place) -> dict[str, Array]:
         thread = self.stamps.thread.astype(np.uint32)
@@ -105,6 +105,10 @@ class Wave:
             raise self.fault(f"unknown register {operand.name}")
         return self.special[operand.name]
 
+    def warps_of(self, mask: Mask) -> Array:
+        """Return which warps have threads in a mask."""
+        return self._lanes(mask).reshape(-1, WARP).max(1)
+
     def chosen(self, mask: Mask) -> Array:
         """Return the numbers of the lanes of a mask."""
         return self.every_lane if mask is None else np.flatnonzero(mask)
@@ -114,7 +118,7 @@ class Wave:
 
     def set(self, index: int, bits: Array, mask: Mask) -> None:
         """Write a register in the threads of a mask."""
-        self.last_write[index] = self.step_number
+        self.last_write[index] = (self.step_number, mask)
         if index in self.watched:
             self._check_write(index, mask)
         if mask is None:

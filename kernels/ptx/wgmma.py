@@ -114,20 +114,16 @@ def warpgroup_product(instruction: Instruction) -> Step:
         (number,) = instruction.operands
         assert isinstance(number, Immediate)
         left = int(number.text, 0)
-        return lambda wave, mask: wave.products.wait(wave, _warps(wave, mask), left)
+        return lambda wave, mask: wave.products.wait(wave, wave.warps_of(mask), left)
     raise unknown(instruction)
 
 
 def _fence(wave: Wave, mask: Mask) -> None:
-    wave.products.fenced[_warps(wave, mask)] = wave.step_number
+    wave.products.fenced[wave.warps_of(mask)] = wave.step_number
 
 
 def _close(wave: Wave, mask: Mask) -> None:
-    wave.products.closed[_warps(wave, mask)] += 1
-
-
-def _warps(wave: Wave, mask: Mask) -> Array:
-    return np.ones(wave.warps, bool) if mask is None else mask.reshape(-1, WARP).any(1)
+    wave.products.closed[wave.warps_of(mask)] += 1
 
 
 @dataclass(frozen=True)
@@ -187,9 +183,7 @@ class Operand:
 
 
 @lru_cache(maxsize=4096)
-def _layout(
-    descriptor: int, rows: int, K: int, itemsize: int, is_transposed: bool, grain: int
-) -> tuple[Array, Array]:
+def _layout(descriptor: int, rows: int, K: int, itemsize: int, is_transposed: bool, grain: int) -> tuple[Array, Array]:
     """Return the offsets (rows, K) of the numbers that a descriptor stands for, and the cells that they lie in."""
     start, leading, stride = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
     width, exchanged = SWIZZLES[descriptor >> 62 & 3]
@@ -231,7 +225,7 @@ def _begin(instruction: Instruction) -> Step:
     rows, columns = GROUP + 8 * (number // 2 % 2), 8 * (number // 4) + 2 * WITHIN + number % 2
 
     def run(wave: Wave, mask: Mask) -> None:
-        warps = _warps(wave, mask)
+        warps = wave.warps_of(mask)
         firsts = np.flatnonzero(warps.reshape(-1, WARPGROUP // WARP).any(1)) * WARPGROUP
         adding = np.broadcast_to(read_adds(wave), wave.lanes)
         _check_registers(wave, warps, mask, accumulators if adding[wave.chosen(mask)].any() else [], fragments)
@@ -260,5 +254,6 @@ def _check_registers(wave: Wave, warps: Array, mask: Mask, accumulators: list[in
     for index in (*accumulators, *fragments):
         name = wave.program.registers[index].name
         wave.check_written(index, mask)
-        if wave.last_write[index] > fenced:
+        step, writers = wave.last_write[index]
+        if step > fenced and (wave.warps_of(writers) & warps).any():
             wave.find(f"wgmma reads register {name} written after the last wgmma.fence", mask)

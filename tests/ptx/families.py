@@ -88,7 +88,11 @@ def curvature(name: str, by_width: bool = False) -> Callable[[torch.dtype], Argu
 
 
 def surgery(dtype: torch.dtype) -> Arguments:
-    weight, rows, columns = random_tensor(4, 6, 3, dtype=dtype), torch.tensor([3, 0, 0, 1, 2]), torch.tensor([5, 0, 0, 2])
+    weight, rows, columns = (
+        random_tensor(4, 6, 3, dtype=dtype),
+        torch.tensor([3, 0, 0, 1, 2]),
+        torch.tensor([5, 0, 0, 2]),
+    )
     shift, shift_rows = random_tensor(3, 6, 3, dtype=dtype, seed=2), torch.tensor([-1, 2, 0, 0, -1])
     scales = random_tensor(5, dtype=dtype, seed=1), random_tensor(4, dtype=dtype, seed=3)
     full = Widening(weight, rows, scales[0], shift, shift_rows, columns, scales[1], 0.3)
@@ -176,7 +180,7 @@ LARGE = {
         GROUPED_MATVEC, layers((600, 256, 96), (600, 128, 96), (600, 64, 96), (600, 32, 96), (600, 16, 96)), GROUPED
     ),
     "grouped general long": Call(
-        GROUPED_MATVEC, layers((501, 250, 97), (501, 99, 97), (501, 33, 97), (501, 3, 97), bias=True, K=2), GROUPED
+        GROUPED_MATVEC, layers((501, 250, 97), (501, 99, 97), (501, 33, 97), (201, 5, 97), bias=True, K=2), GROUPED
     ),
     **{f"gated {D} long": Call("gated_matvec", gated(700, D, 96, full=True), {"gated_kernel"}) for D in (16, 32, 64)},
     "gated general long": Call("gated_matvec", gated(701, 61, 35, full=True, bias=True, K=2), {"gated_kernel"}),

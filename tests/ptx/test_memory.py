@@ -12,8 +12,8 @@ from s3d_fast.kernels.ptx.execute import Launch, execute
 from s3d_fast.kernels.ptx.findings import Fault
 from tests.ptx.programs import floats, program
 
-# Every thread writes its number to its own word of shared memory, and reads that of its neighbour; %r2 and %r4 are their
-# addresses. The neighbour of the last thread of a warp belongs to the next warp.
+# Every thread writes its number to its own word of shared memory, and reads that of its neighbour. The neighbour of the
+# last thread of a warp belongs to the next warp.
 WRITE = "shl.b32 %r2, %r0, 2; st.shared.b32 [%r2], %r0;"
 NEIGHBOUR = "add.s32 %r3, %r0, 1; and.b32 %r3, %r3, 63; shl.b32 %r4, %r3, 2;"
 READ = "ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd0], %r5;"
@@ -55,11 +55,11 @@ def test_a_write_after_a_read_needs_a_barrier_too() -> None:
 
 
 def test_threads_that_read_together_need_no_synchronisation_before_one_of_them_writes() -> None:
-    body = "mov.b32 %r2, 0; st.shared.b32 [%r2], %r2; bar.sync 0; ld.shared.b32 %r3, [%r2];"
-    first, other = "setp.eq.u32 %p1, %r0, {}; @%p1 st.shared.b32 [%r2], %r0;".format, "setp.lt.u32 %p2, %r0, 32;"
-    body = f"{other} mov.b32 %r2, 0; @%p2 st.shared.b32 [%r2], %r2; bar.sync 0; @%p2 ld.shared.b32 %r3, [%r2];"
-    assert kinds(launched(body + first(0))) == []
-    assert kinds(launched(body + first(40))) == ["race: shared memory written after another access, without a barrier"]
+    # The first warp writes zero to one place and reads it.
+    body = "setp.lt.u32 %p2, %r0, 32; mov.b32 %r2, 0; @%p2 st.shared.b32 [%r2], %r2; bar.sync 0;"
+    body += "@%p2 ld.shared.b32 %r3, [%r2]; setp.eq.u32 %p1, %r0, {}; @%p1 st.shared.b32 [%r2], %r0;"
+    assert kinds(launched(body.format(0))) == []
+    assert kinds(launched(body.format(40))) == ["race: shared memory written after another access, without a barrier"]
 
 
 def test_uninitialised_memory_and_registers_are_found() -> None:
@@ -177,8 +177,10 @@ def test_an_endless_loop_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("stride", "size", "expected"),
-    [(4, 4, (1, 1)), (0, 4, (1, 1)), (8, 4, (2, 1)), (128, 4, (32, 1)), (16, 16, (4, 4)), (8, 8, (2, 2)), (132, 4, (1, 1)),
-     (2, 2, (1, 1)), (128, 16, (32, 4))],
+    [
+        (4, 4, (1, 1)), (0, 4, (1, 1)), (8, 4, (2, 1)), (128, 4, (32, 1)), (132, 4, (1, 1)), (2, 2, (1, 1)),
+        (8, 8, (2, 2)), (16, 16, (4, 4)), (128, 16, (32, 4)),
+    ],
 )  # fmt: skip
 def test_bank_conflicts_are_counted(stride: int, size: int, expected: tuple[int, int]) -> None:
     assert passes(torch.arange(32).mul(stride).numpy(), size) == expected

@@ -12,9 +12,7 @@ from tests.ptx.families import SMALL, mutate
 TARGETS = ("sm_80", "sm_90")
 # Kernels with all kinds of ordering, which `make test` mutates; the longer run takes every family.
 SHORT = (("pointwise 64", "bf16"), ("wide", "bf16"), ("edgeconv", "bf16"), ("krylov", "fp32"), ("tridiagonal", "fp32"))
-LONG = tuple(
-    (name, dtype) for name, call in SMALL.items() for dtype in call.dtypes[-2:] if (name, dtype) not in SHORT
-)
+LONG = tuple((name, dtype) for name, call in SMALL.items() for dtype in call.dtypes[-2:] if (name, dtype) not in SHORT)
 # Of these a few must be reported in each kernel: what the simulator must not overlook.
 NEEDED = {
     ("sm_80", "pointwise 64"): {"bar.sync": 3, "cp.async.wait_group": 1},

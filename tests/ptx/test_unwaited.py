@@ -6,9 +6,11 @@ import pytest
 
 from s3d_fast.kernels.ptx.unwaited import unwaited_reads
 
-COPY = "      %copied{n} = ttg.async_copy_global_to_local %pointer, %into{n} mask %m : tensor<32x64x!tt.ptr<bf16>> -> <32x64xbf16>"
-SLOT = "      %{name} = ttg.memdesc_index %buffer[%at] : !ttg.memdesc<{slots}x32x64xbf16, #s> -> !ttg.memdesc<32x64xbf16, #s>"
-PRODUCT = "      %sum = ttng.warp_group_dot %u, %x, %before {isAsync = true} : tensor<64x32xbf16> * !ttg.memdesc<32x64xbf16>"
+COPY = "      %copied{n} = ttg.async_copy_global_to_local %pointer, %into{n} mask %m : tensor<32x64x!tt.ptr<bf16>>"
+SLOT = "      %{name} = ttg.memdesc_index %buffer[%at] : !ttg.memdesc<{slots}x32x64xbf16, #s> -> !ttg.memdesc<32x64>"
+PRODUCT = (
+    "      %sum = ttng.warp_group_dot %u, %x, %before {isAsync = true} : tensor<64x32xbf16> * !ttg.memdesc<32x64xbf16>"
+)
 WAIT = "      %done = ttng.warp_group_dot_wait %sum {{pendings = {left} : i32}} : tensor<64x64xf32>"
 
 
