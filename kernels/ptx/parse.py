@@ -111,7 +111,7 @@ class Program:
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*((?:\.\w+[ \t]+[\d, ]+\s*)*)\{", re.S)
 _CONSTANT = re.compile(r"^\.(?:global|const)\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[\d+\]\s*=\s*\{([^}]*)\}", re.M)
-_DIRECTIVES = re.compile(r"^\s*\.(?:loc|file|pragma)\b[^\n]*$", re.M)
+_DIRECTIVES = re.compile(r"^[ \t]*\.(?:loc|file|pragma)\b[^\n]*$", re.M)
 _LABEL = re.compile(r"\s*(\$[\w$]+):")
 _STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 SHARED = "global_smem"

@@ -101,7 +101,10 @@ def test_what_is_known_to_be_wrong_is_among_the_cases() -> None:
 
 
 # The compiler contracts a product and the first step of a sum over threads, so that threads differ in the last bit.
-@pytest.mark.parametrize(("name", "dtype"), [("krylov", "fp32"), ("krylov", "fp64"), ("pointwise general", "fp64")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("krylov", "fp32"), ("krylov", "fp64"), ("pointwise atomic", "fp64"), ("grouped general", "fp64")],
+)
 def test_sums_over_threads_are_ambiguous_only_by_rounding(
     name: str, dtype: str, compiled: Callable[..., Outcome]
 ) -> None:

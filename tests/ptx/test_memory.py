@@ -31,11 +31,14 @@ def kinds(launch: Launch) -> list[str]:
 
 def test_a_barrier_between_write_and_read_is_all_that_is_needed() -> None:
     out = torch.zeros(64, dtype=torch.int32)
-    launch = launched(f"{WRITE} {NEIGHBOUR} bar.sync 0; {READ}", out)
+    # Comments and directives, which are skipped, must not change the numbers of lines.
+    lines = f'\n\n\t.loc 1 2 3 // here\n{WRITE} // there\n\n.pragma "nounroll";\n{NEIGHBOUR}\n'
+    launch = launched(f"{lines} bar.sync 0; {READ}", out)
     assert kinds(launch) == []
     assert out.tolist() == [*range(1, 64), 0]
     # Ordered only inside of warps: threads 31 and 63 read what the other warp wrote.
-    (finding,) = launched(f"{WRITE} {NEIGHBOUR} bar.warp.sync 0xffffffff; {READ}", out).findings
+    launch = launched(f"{lines} bar.warp.sync 0xffffffff; {READ}", out)
+    (finding,) = launch.findings
     assert finding.kind == "race: shared memory read after a write, without a barrier"
     assert (finding.kernel, finding.thread, finding.program) == ("kernel", 31, (0, 0, 0))
     assert "ld.shared.b32 %r5, [%r4]" in finding.instruction
