@@ -15,6 +15,8 @@ of them store it later; these need no synchronisation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from s3d_fast.kernels.ptx.values import Array
@@ -28,19 +30,16 @@ SEVERAL = np.int64(0x400)
 class Stamps:
     """The stamps of all threads of the programs that run at once."""
 
-    def __init__(self, programs: int, threads: int) -> None:
-        self.programs, self.threads = programs, threads
+    def __init__(self, programs: int, threads: int, epochs: Iterator[int]) -> None:
+        self.programs, self._epochs = programs, epochs
         self.thread = np.tile(np.arange(threads, dtype=np.int64), programs)
-        self.warp = self.thread >> 5
         self.value = self.thread.copy()
-        self._epochs = 0
         self.new_epoch(np.ones(programs, bool))
 
     def new_epoch(self, programs: Array) -> None:
         """Note a barrier of these programs."""
         chosen = np.flatnonzero(programs)
-        epochs = self._epochs + 1 + np.arange(len(chosen), dtype=np.int64)
-        self._epochs += len(chosen)
+        epochs = np.fromiter(self._epochs, np.int64, len(chosen))
         by_program, threads = self.value.reshape(self.programs, -1), self.thread.reshape(self.programs, -1)
         by_program[chosen] = (epochs << EPOCH)[:, None] | threads[chosen]
 

@@ -6,8 +6,9 @@ instructions, those that are furthest behind go first, until they meet others or
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Tally:
     findings: dict[tuple[str, int], Finding] = field(default_factory=dict)  # by kind and line
     bytes: dict[str, int] = field(default_factory=dict)  # moved, by kind of access
     passes: dict[str, tuple[int, int]] = field(default_factory=dict)  # over shared memory: taken, and needed at least
+    epochs: Iterator[int] = field(default_factory=lambda: count(1))  # numbers for what lies between two barriers
 
     def add_bytes(self, kind: str, amount: int) -> None:
         """Add to the bytes moved by one kind of access."""
@@ -68,7 +70,7 @@ class Wave:
         self.lanes = len(places) * self.threads
         self.warps = self.lanes // WARP
         self.every_lane = np.arange(self.lanes)
-        self.stamps = Stamps(len(places), self.threads)
+        self.stamps = Stamps(len(places), self.threads, tally.epochs)
         self.program_of = self.every_lane // self.threads
         self.number_of = (first + self.program_of).astype(np.int32)
         self.copies, self.products = Copies(self.warps), WarpgroupProducts(self.warps)

@@ -88,11 +88,8 @@ def curvature(name: str, by_width: bool = False) -> Callable[[torch.dtype], Argu
 
 
 def surgery(dtype: torch.dtype) -> Arguments:
-    weight, rows, columns = (
-        random_tensor(4, 6, 3, dtype=dtype),
-        torch.tensor([3, 0, 0, 1, 2]),
-        torch.tensor([5, 0, 0, 2]),
-    )
+    rows, columns = torch.tensor([3, 0, 0, 1, 2]), torch.tensor([5, 0, 0, 2])
+    weight = random_tensor(4, 6, 3, dtype=dtype)
     shift, shift_rows = random_tensor(3, 6, 3, dtype=dtype, seed=2), torch.tensor([-1, 2, 0, 0, -1])
     scales = random_tensor(5, dtype=dtype, seed=1), random_tensor(4, dtype=dtype, seed=3)
     full = Widening(weight, rows, scales[0], shift, shift_rows, columns, scales[1], 0.3)

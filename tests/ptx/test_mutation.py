@@ -15,12 +15,12 @@ SHORT = (("pointwise 64", "bf16"), ("wide", "bf16"), ("edgeconv", "bf16"), ("kry
 LONG = tuple((name, dtype) for name, call in SMALL.items() for dtype in call.dtypes[-2:] if (name, dtype) not in SHORT)
 # Of these a few must be reported in each kernel: what the simulator must not overlook.
 NEEDED = {
-    ("sm_80", "pointwise 64"): {"bar.sync": 3, "cp.async.wait_group": 1},
-    ("sm_90", "pointwise 64"): {
+    ("sm_80", "pointwise 64", "bf16"): {"bar.sync": 3, "cp.async.wait_group": 1},
+    ("sm_90", "pointwise 64", "bf16"): {
         "bar.sync": 3, "cp.async.wait_group": 1, "wgmma.wait_group": 1, "wgmma.fence": 1, "fence.proxy.async": 1,
     },
-    ("sm_80", "krylov"): {"bar.sync": 8},
-    ("sm_80", "tridiagonal"): {"bar.sync": 6},
+    ("sm_80", "krylov", "fp32"): {"bar.sync": 8},
+    ("sm_80", "tridiagonal", "fp32"): {"bar.sync": 6},
 }  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def assert_noticed(target: str, name: str, dtype: str, compiled: Callable[..., l
     assert [mutant for mutant in found if mutant.outcome not in ("reported", "unneeded")] == []
     assert all(mutant.reason for mutant in found)
     reported = Counter(mutant.instruction for mutant in found if mutant.outcome == "reported")
-    for instruction, least in NEEDED.get((target, name), {}).items():
+    for instruction, least in NEEDED.get((target, name, dtype), {}).items():
         assert reported[instruction] >= least, (instruction, reported)
 
 
