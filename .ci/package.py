@@ -120,7 +120,7 @@ def check_wheel(wheel: Path) -> None:
         description = archive.read(described).decode()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "s3d_fast").rglob("*.py")}
-    kernels = {f"s3d_fast/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
+    kernels = {f"s3d_fast/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.py")}
     wanted = modules | kernels | {"s3d_fast/py.typed", f"s3d_fast/_C{suffix}"}
     demand_same("wheel", held, wanted, "see [tool.setuptools] of pyproject.toml and the output of the compiler")
     dead = [target for target in re.findall(r"\]\(([^()\s]+)\)", description) if is_source(target)]

@@ -56,6 +56,8 @@ ISAS: list[str] = extension.module.available_isas() if extension.module else []
 # Files that take longest, longest first. They start first, so that all workers finish at about the same time.
 SLOW = (
     "kernels/test_aot.py",
+    "ptx/test_families.py",
+    "ptx/test_mutation.py",
     "growth/test_growth.py",
     "network/test_random_maps.py",
     "network/test_random_sequences.py",

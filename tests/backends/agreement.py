@@ -205,14 +205,26 @@ def changed_by(name: str, arguments: Mapping[str, Any]) -> str | None:
     return "g" if arguments.get("inplace") else CHANGED.get(name)
 
 
-def assert_agrees(backend: Backend | PublicOperations, name: str, *, label: object = "", **arguments: Any) -> Any:
-    """Check an operation against its definition in float64, and every argument afterwards; return the result."""
+def assert_agrees(
+    backend: Backend | PublicOperations,
+    name: str,
+    *,
+    label: object = "",
+    tolerance: float | None = None,
+    **arguments: Any,
+) -> Any:
+    """Check an operation against its definition in float64, and every argument afterwards; return the result.
+
+    By default, the tables of `tests.cases` say what is allowed for a dtype.
+    """
     wide = tree_map_only(Tensor, _in_float64, arguments)
     expected = getattr(DEFINITIONS, name)(**wide)
     before = tree_map_only(Tensor, Tensor.clone, arguments)
     result = getattr(backend, name)(**arguments)
     changed = changed_by(name, arguments)
     table = ENTRY_TOLERANCE if name in ("curvature_coefficients", "activation_slopes", "grow_weights") else TOLERANCE
+    if tolerance is not None:
+        table = dict.fromkeys(table, tolerance)
     for argument, now in arguments.items():
         if argument == changed:
             for tensor, truth in zip(tree_leaves(now), tree_leaves(wide[argument]), strict=True):

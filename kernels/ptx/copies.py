@@ -1,0 +1,124 @@
+"""Asynchronous copies from global to shared memory: cp.async, its groups, and waiting for them.
+
+A copy reads at once and writes when its thread waits for it. Until then nobody may read or write its target, which
+holds NaN. A wait lets only the waiting thread see what it has copied; the others need a barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from s3d_fast.kernels.ptx.decode import Mask, Step, address_reader, executes, reader, unknown
+from s3d_fast.kernels.ptx.parse import Immediate, Instruction
+from s3d_fast.kernels.ptx.values import Array
+
+if TYPE_CHECKING:
+    from s3d_fast.kernels.ptx.wave import Wave
+
+WARP = 32
+
+
+@dataclass
+class Copy:
+    """What one instruction copies: the lanes that do, to where, and in which group of their warp."""
+
+    lanes: Array
+    places: Array
+    values: Array  # (lanes, size), bytes
+    group: Array
+
+    def part(self, lanes: Array) -> Copy:
+        """Return the copies of some lanes, given by a mask of these."""
+        return Copy(self.lanes[lanes], self.places[lanes], self.values[lanes], self.group[lanes])
+
+
+class Copies:
+    """The copies under way."""
+
+    def __init__(self, warps: int) -> None:
+        self.pending: list[Copy] = []
+        self.closed = np.zeros(warps, np.int64)  # the groups that each warp has closed
+
+    def start(self, wave: Wave, targets: Array, values: Array, mask: Mask) -> None:
+        """Begin to copy bytes (lanes, size) to addresses in shared memory."""
+        shared, chosen, size = wave.shared, wave.chosen(mask), values.shape[1]
+        places = shared.places(wave, targets, size, chosen)
+        shared.note_write(wave, places, size, chosen)
+        shared.count_passes(wave, targets, size, mask)
+        shared.copies[shared.cells(places, size)] += 1
+        shared.data[places[:, None] + np.arange(size)] = 0xFF
+        self.pending.append(Copy(chosen, places, values[chosen], self.closed[chosen // WARP]))
+
+    def close(self, warps: Array) -> None:
+        """End the group that warps have begun."""
+        self.closed[warps] += 1
+
+    def wait(self, wave: Wave, warps: Array, left: int) -> None:
+        """Let all but the last `left` groups of these warps arrive."""
+        still = []
+        for copy in self.pending:
+            warp = copy.lanes // WARP
+            arrives = warps[warp] & (copy.group < self.closed[warp] - left)
+            if arrives.any():
+                self._arrive(wave, copy if arrives.all() else copy.part(arrives))
+            if not arrives.all():
+                still.append(copy.part(~arrives))
+        self.pending = still
+
+    @staticmethod
+    def _arrive(wave: Wave, copy: Copy) -> None:
+        shared, size = wave.shared, copy.values.shape[1]
+        cells = shared.cells(copy.places, size)
+        shared.copies[cells] -= 1
+        shared.data[copy.places[:, None] + np.arange(size)] = copy.values
+        shared.is_written[cells] = True
+        shared.unfenced[cells] = True
+        # The write is done now, not when it was begun.
+        shared.hazards.wrote[cells] = wave.stamps.value[copy.lanes][:, None]
+
+
+@executes("cp")
+def copy(instruction: Instruction) -> Step:
+    """Begin a copy, close a group of copies, or wait for groups."""
+    if instruction.parts[1] != "async":
+        raise unknown(instruction)
+    form = instruction.parts[2]
+    if form == "commit_group":
+        return lambda wave, mask: wave.copies.close(wave.warps_of(mask))
+    if form == "wait_all":
+        return lambda wave, mask: wave.copies.wait(wave, wave.warps_of(mask), -1)
+    if form == "wait_group":
+        (number,) = instruction.operands
+        assert isinstance(number, Immediate)
+        left = int(number.text, 0)
+        return lambda wave, mask: wave.copies.wait(wave, wave.warps_of(mask), left)
+    if form in ("ca", "cg"):
+        return _begin(instruction)
+    raise unknown(instruction)
+
+
+def _begin(instruction: Instruction) -> Step:
+    target, source, length, *given = instruction.operands
+    assert isinstance(length, Immediate)
+    size = int(length.text, 0)
+    to, at = address_reader(target), address_reader(source)
+    read_given = reader(given[0], "u32") if given else None
+
+    def run(wave: Wave, mask: Mask) -> None:
+        values = np.zeros((wave.lanes, size), np.uint8)
+        wanted = np.ones(wave.lanes, bool) if mask is None else mask
+        if read_given is not None:
+            # Bytes beyond those that are given become zero; Triton gives all or none.
+            amount = np.broadcast_to(read_given(wave), wave.lanes)
+            if (wanted & (amount != 0) & (amount != size)).any():
+                raise wave.fault("cp.async of a part of its bytes")
+            wanted = wanted & (amount != 0)
+        if wanted.any():
+            bits = min(size * 8, 64)
+            values = wave.memory.load(wave, at(wave), bits, size * 8 // bits, wanted).view(np.uint8)
+        wave.copies.start(wave, to(wave), values, mask)
+
+    return run

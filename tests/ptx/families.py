@@ -1,0 +1,258 @@
+"""Calls of every operation that has Triton kernels, for each family: aligned and general shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from s3d_fast.maths import reference
+from s3d_fast.maths.activations import activation, activation_names
+from s3d_fast.maths.reference import Widening
+from tests.backends.agreement import (
+    Arguments,
+    assert_agrees,
+    edges_of,
+    gated_of,
+    kink_widths,
+    krylov_state,
+    layers_of,
+    rows_of,
+)
+from tests.cases import EdgeCase, RowsCase, compute_dtype, random_tensor
+
+# The largest error, as a fraction of the largest entry, against float64 with the same stored rows.
+ROWS_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+# The same for results that are stored as the rows are: 16 bits round once more.
+ENTRY_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# The same for products that round their factors to TF32, or to 16 bits.
+PRECISION_TOLERANCE = {"high": 2.0**-9, "medium": 2.0**-7}
+
+
+class Call(NamedTuple):
+    """One call of an operation: arguments for rows of a dtype, and options of the kernels."""
+
+    operation: str
+    arguments: Callable[[torch.dtype], Arguments]
+    kernels: set[str]  # the kernels that must have run
+    options: Mapping[str, Any] = MappingProxyType({})
+    processors: int = 2  # of the GPU: few, so that programs have several tiles
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The names of the dtypes of rows that make a difference."""
+        if "precision" in self.options:
+            return ["fp32"] if self.options["precision"] == "high" else ["bf16", "fp16"]
+        on_vectors = self.operation in ("krylov_extend", "tridiagonal_extremes", "certified_widths")
+        return ["fp32", "fp64"] if on_vectors else list(DTYPES)
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """The largest error, as a fraction of the largest entry."""
+        if "precision" in self.options:
+            return PRECISION_TOLERANCE[self.options["precision"]]
+        is_entry = self.operation in ("curvature_coefficients", "grow_weights")
+        return (ENTRY_TOLERANCE if is_entry else ROWS_TOLERANCE)[dtype]
+
+
+def rows(*sizes: int, bias: bool = False, K: int = 0) -> Callable[[torch.dtype], Arguments]:
+    return lambda dtype: rows_of(RowsCase(*sizes, dtype, bias, K))
+
+
+def gated(*sizes: int, full: bool, bias: bool = False, K: int = 0) -> Callable[[torch.dtype], Arguments]:
+    return lambda dtype: gated_of(RowsCase(*sizes, dtype, bias, K), full)
+
+
+def edges(*sizes: int, ties: str = "none", bias: bool = False, K: int = 0) -> Callable[[torch.dtype], Arguments]:
+    return lambda dtype: edges_of(EdgeCase(*sizes, dtype, bias, K), ties=ties)
+
+
+def layers(*shapes: tuple[int, int, int], bias: bool = False, K: int = 0) -> Callable[[torch.dtype], Arguments]:
+    return lambda dtype: layers_of([rows_of(RowsCase(*shape, dtype, bias, K)) for shape in shapes])
+
+
+def curvature(name: str, by_width: bool = False) -> Callable[[torch.dtype], Arguments]:
+    def arguments(dtype: torch.dtype) -> Arguments:
+        act = activation("gelu", approximate="tanh") if name == "gelu_tanh" else activation(name)
+        g, z = random_tensor(61, 17, dtype=dtype), 4 * random_tensor(61, 17, dtype=dtype, seed=1)
+        settings = {"activation": act, "scale": random_tensor(17, dtype=dtype, seed=2), "axis": 1, "inplace": False}
+        return {"g": g, "z": z, **settings, **(kink_widths(61, 17, dtype) if by_width else {})}
+
+    return arguments
+
+
+def surgery(dtype: torch.dtype) -> Arguments:
+    rows, columns = torch.tensor([3, 0, 0, 1, 2]), torch.tensor([5, 0, 0, 2])
+    weight = random_tensor(4, 6, 3, dtype=dtype)
+    shift, shift_rows = random_tensor(3, 6, 3, dtype=dtype, seed=2), torch.tensor([-1, 2, 0, 0, -1])
+    scales = random_tensor(5, dtype=dtype, seed=1), random_tensor(4, dtype=dtype, seed=3)
+    full = Widening(weight, rows, scales[0], shift, shift_rows, columns, scales[1], 0.3)
+    single = Widening(random_tensor(2, 700, dtype=dtype), torch.tensor([1, 0, 1, 1, 0]))
+    return {"widenings": [full, single, Widening(random_tensor(5, dtype=dtype), torch.tensor([4, 4, 0]))]}
+
+
+def krylov(M: int, D: int, step: int) -> Callable[[torch.dtype], Arguments]:
+    def arguments(dtype: torch.dtype) -> Arguments:
+        dtype = compute_dtype(dtype)
+        state = krylov_state(M, step + 2, D, dtype)
+        S = random_tensor(M, D, D, dtype=dtype, seed=3)
+        for earlier in range(step):
+            reference.krylov_extend(state, torch.einsum("mij,mj->mi", S + S.mT, state.basis[:, earlier]), earlier)
+        return {"state": state, "product": random_tensor(M, D, dtype=dtype, seed=5), "step": step}
+
+    return arguments
+
+
+def tridiagonal(dtype: torch.dtype) -> Arguments:
+    alpha, beta = (random_tensor(7, 9, dtype=compute_dtype(dtype), seed=seed) for seed in range(2))
+    return {"alpha": alpha, "beta": beta, "length": torch.tensor([9, 5, 1, 9, 2, 8, 3])}
+
+
+def certificate(dtype: torch.dtype) -> Arguments:
+    T = tridiagonal(dtype)
+    T["beta"][1, 4] = 0
+    values, _ = reference.tridiagonal_extremes(**T)
+    return {**T, "values": values, "growth": torch.logspace(2, 9, 7, dtype=torch.float64)}
+
+
+POINTWISE, WIDE = {"fused_kernel"}, {"project_kernel", "accumulate_kernel"}
+GROUPED = {"grouped_kernel", "sum_layers_kernel"}
+EDGES = {"point_products_kernel", "edge_sums_kernel"}
+MATVEC, GROUPED_MATVEC, EDGECONV = "splitting_matvec", "splitting_matvec_grouped", "edgeconv_matvec"
+
+# Small shapes, which `make test` runs. Aligned ones are multiples of 16; general ones are not, and have a bias.
+SMALL = {
+    "pointwise 16": Call(MATVEC, rows(200, 16, 48), POINTWISE),
+    "pointwise 32": Call(MATVEC, rows(150, 32, 16), POINTWISE),
+    "pointwise 64": Call(MATVEC, rows(200, 64, 64), POINTWISE),
+    "pointwise 128": Call(MATVEC, rows(150, 128, 32), POINTWISE),
+    "pointwise 256": Call(MATVEC, rows(100, 256, 32), POINTWISE),
+    "pointwise general": Call(MATVEC, rows(170, 37, 19, bias=True, K=2), POINTWISE),
+    "pointwise sum of slices": Call(MATVEC, rows(530, 16, 16), POINTWISE | {"sum_slices_kernel"}),
+    "pointwise atomic": Call(MATVEC, rows(530, 20, 20, bias=True), POINTWISE, {"atomic": True}),
+    "wide": Call(MATVEC, rows(130, 288, 32), WIDE),
+    "wide general": Call(MATVEC, rows(150, 300, 33, bias=True, K=2), WIDE),
+    "grouped": Call(GROUPED_MATVEC, layers((150, 64, 48), (70, 32, 64), (64, 16, 80)), GROUPED),
+    "grouped general": Call(GROUPED_MATVEC, layers((75, 37, 19), (80, 5, 3), bias=True), GROUPED),
+    "gated": Call("gated_matvec", gated(150, 64, 32, full=False), {"gated_kernel"}),
+    "gated general": Call("gated_matvec", gated(130, 20, 9, full=True, bias=True, K=2), {"gated_kernel"}),
+    "edgeconv": Call(EDGECONV, edges(2, 48, 32, 4, 32), EDGES | {"receive_kernel"}),
+    "edgeconv general": Call(EDGECONV, edges(2, 37, 20, 4, 24, bias=True, K=2), EDGES | {"receive_kernel"}),
+    "edgeconv top-2": Call(EDGECONV, edges(2, 48, 32, 4, 32, ties="plain"), EDGES | {"receive_kernel"}),
+    "edgeconv top-2 general": Call(
+        EDGECONV, edges(2, 37, 20, 4, 24, ties="sloped", bias=True, K=2), EDGES | {"receive_kernel"}
+    ),
+    "edgeconv atomic": Call(EDGECONV, edges(2, 37, 20, 4, 24, bias=True), EDGES, {"atomic": True}),
+    "curvature": Call("curvature_coefficients", curvature("silu"), {"curvature_kernel"}),
+    "curvature by width": Call("curvature_coefficients", curvature("hardswish", True), {"curvature_kernel"}),
+    "surgery": Call("grow_weights", surgery, {"grow_kernel"}),
+    "krylov": Call("krylov_extend", krylov(5, 64, 3), {"extend_kernel"}),
+    "krylov general": Call("krylov_extend", krylov(3, 523, 2), {"extend_kernel"}),
+    "tridiagonal": Call("tridiagonal_extremes", tridiagonal, {"extremes_kernel"}),
+    "certificate": Call("certified_widths", certificate, {"widths_kernel"}),
+}
+SMALL |= {
+    f"{name} {precision}": SMALL[name]._replace(options={"precision": precision})
+    for name in ("pointwise 64", "wide", "grouped", "gated", "edgeconv")
+    for precision in PRECISION_TOLERANCE
+}
+
+# Larger shapes, every width and every activation, which the longer run adds.
+LARGE = {
+    **{f"pointwise {D} long": Call(MATVEC, rows(1100, D, 160), POINTWISE) for D in (16, 32, 64, 128, 256)},
+    **{
+        f"pointwise {D} general long": Call(MATVEC, rows(1001, D, 77, bias=True, K=2), POINTWISE)
+        for D in (3, 17, 65, 129, 255)
+    },
+    "wide long": Call(MATVEC, rows(700, 512, 160), WIDE),
+    "wide general long": Call(MATVEC, rows(701, 515, 163, bias=True), WIDE),
+    "wide few rows long": Call(MATVEC, rows(20, 1024, 64), WIDE),
+    "grouped long": Call(
+        GROUPED_MATVEC, layers((600, 256, 96), (600, 128, 96), (600, 64, 96), (600, 32, 96), (600, 16, 96)), GROUPED
+    ),
+    "grouped general long": Call(
+        GROUPED_MATVEC, layers((501, 250, 97), (501, 99, 97), (501, 33, 97), (201, 5, 97), bias=True, K=2), GROUPED
+    ),
+    **{f"gated {D} long": Call("gated_matvec", gated(700, D, 96, full=True), {"gated_kernel"}) for D in (16, 32, 64)},
+    "gated general long": Call("gated_matvec", gated(701, 61, 35, full=True, bias=True, K=2), {"gated_kernel"}),
+    "edgeconv long": Call(EDGECONV, edges(3, 256, 64, 8, 128), EDGES | {"receive_kernel"}),
+    "edgeconv general long": Call(
+        EDGECONV, edges(3, 201, 67, 8, 131, ties="sloped", bias=True, K=2), EDGES | {"receive_kernel"}
+    ),
+    **{
+        f"curvature {name} long": Call("curvature_coefficients", curvature(name), {"curvature_kernel"})
+        for name in (*activation_names(), "gelu_tanh")
+    },
+    **{
+        f"curvature {name} by width long": Call("curvature_coefficients", curvature(name, True), {"curvature_kernel"})
+        for name in activation_names()
+        if activation(name).kinks
+    },
+    "krylov long": Call("krylov_extend", krylov(4, 2048, 5), {"extend_kernel"}),
+}
+# Sums over many rows in float32 are only as exact as the number of rows in one sum allows: a GPU has many programs.
+LARGE = {name: call._replace(processors=16) for name, call in LARGE.items()}
+LARGE |= {
+    f"{name} {precision}": call._replace(options={"precision": precision})
+    for name, call in LARGE.items()
+    for precision in PRECISION_TOLERANCE
+    if call.operation in ("splitting_matvec", "splitting_matvec_grouped", "gated_matvec", "edgeconv_matvec")
+}
+CALLS = SMALL | LARGE
+
+
+class Outcome(NamedTuple):
+    """What a simulated call showed."""
+
+    kernels: set[str]
+    findings: list[str]
+    ambiguities: list[str]
+    seconds: float
+
+
+def simulate(target: str, name: str, dtype_name: str) -> Outcome:
+    """Run a call in the simulator and compare it with the reference in float64."""
+    from s3d_fast.backends.triton import TRITON
+    from s3d_fast.kernels import grouped
+    from s3d_fast.kernels.options import triton_options
+    from s3d_fast.kernels.ptx.launch import simulated
+
+    call, dtype = CALLS[name], DTYPES[dtype_name]
+    arguments = call.arguments(dtype)
+    # The widths of earlier calls would be compiled in as well.
+    grouped._PRESENT.clear()
+    by_address = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)] if "grouped" in name else []
+    with simulated(target, processors=call.processors, reachable=by_address) as report, triton_options(**call.options):
+        assert_agrees(TRITON, call.operation, label=name, tolerance=call.tolerance(dtype), **arguments)
+    kernels = {launch.kernel for launch in report.launches}
+    assert call.kernels <= kernels, f"{name}: only {kernels} ran"
+    findings, ambiguities = list(map(str, report.findings)), list(map(str, report.ambiguities))
+    return Outcome(kernels, findings, ambiguities, sum(launch.seconds for launch in report.launches))
+
+
+def mutate(target: str, name: str, dtype_name: str) -> list[Any]:
+    """Return the mutants of the kernels of a call."""
+    from s3d_fast.backends.triton import TRITON
+    from s3d_fast.kernels import grouped
+    from s3d_fast.kernels.options import triton_options
+    from s3d_fast.kernels.ptx.mutation import mutants
+
+    call = CALLS[name]
+    grouped._PRESENT.clear()
+    given = call.arguments(DTYPES[dtype_name])
+    by_address = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)] if "grouped" in name else []
+
+    def run() -> list[Tensor]:
+        # Some operations change their arguments, which the grouped one must find at their addresses.
+        own = given if by_address else tree_map_only(Tensor, Tensor.clone, given)
+        result = getattr(TRITON, call.operation)(**own)
+        return [leaf for leaf in tree_leaves((result, own)) if isinstance(leaf, Tensor)]
+
+    with triton_options(**call.options):
+        return mutants(target, run, by_address)
