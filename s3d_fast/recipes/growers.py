@@ -20,6 +20,7 @@ from s3d_fast.recipes import baselines, prune_plans
 from s3d_fast.recipes.job import Job, evaluate, make_loss, make_network, make_optimizer
 from s3d_fast.recipes.methods import METHODS
 from s3d_fast.recipes.recipe import Recipe
+from s3d_fast.recipes.split_data import AUTO_TIME, Drawn
 from s3d_fast.splitting.plan import SplitPlan
 
 
@@ -64,10 +65,19 @@ def grower_of(job: Job, recipe: Recipe, model: nn.Module, training_loss: Any = N
     }
     split_data = job.split_data(model)
 
-    def batches(phase: int) -> Iterable[Any]:
+    last_drawn: list[Drawn] = []
+
+    def batches(phase: int) -> Drawn:
         assert grower.phase is not None
         seconds = [epoch["seconds"] for epoch in grower.phase.epochs]
-        return split_data.batches(median(seconds) if seconds else None)
+        last_drawn[:] = [split_data.batches(median(seconds) if seconds else None)]
+        return last_drawn[0]
+
+    def fresh(phase: int) -> Iterable[Any]:
+        return last_drawn[0].held_back() or ()
+
+    arguments.setdefault("fresh", fresh)
+    arguments.setdefault("split_time", AUTO_TIME)
 
     grower = Grower(
         model,

@@ -55,6 +55,11 @@ def _require_epochs(name: str, value: Any) -> None:
         require.count(name, number)
 
 
+def _require_samples(name: str, value: Any) -> None:
+    if value != "auto":
+        require.count(name, value)
+
+
 def _require_eps(name: str, value: Any) -> None:
     StepSize.of(value)
 
@@ -148,7 +153,11 @@ class Recipe:
     width_multiplier: float = _setting(
         "methods full and those that prune: factor of the recipe's full widths", require.positive, 1.0
     )
-    split_samples: int | None = _setting("training samples for computing the splitting matrices", require.count)
+    split_samples: int | str | None = _setting(
+        "training samples for computing the splitting matrices; auto takes more until fresh data keep no more of the "
+        "promised gain, within half of the time of training",
+        _require_samples,
+    )
     split_share: float | None = _setting("instead of split_samples: the share of the training set", require.share)
     split_time: float | None = _setting(
         "instead of split_samples: the share of an epoch's time that a split may take", require.share
@@ -186,7 +195,7 @@ class Recipe:
         given = [name for name in SPLIT_DATA if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of {', '.join(SPLIT_DATA)}; got {', '.join(given) or 'none'}")
-        if self.split_samples is not None and self.split_samples % self.split_batch:
+        if isinstance(self.split_samples, int) and self.split_samples % self.split_batch:
             raise ValueError(
                 f"split_samples must be a multiple of split_batch, got {self.split_samples} and {self.split_batch}"
             )
