@@ -19,6 +19,7 @@ COMMANDS = {
     "report": "draw the report of a run",
     "inspect": "show which layers of a saved network can be split, and their spectra",
     "compare": "overlay runs in one report",
+    "table": "run the rows of one of the paper's tables, beside its figures",
     "visualize": "draw filters before and after splitting, by guided backpropagation",
     "rbf": "the paper's toy experiment: RBF networks grown by S2D and S3D",
     "env": "show which backends are available here, and why the others are not",
