@@ -40,8 +40,8 @@ class TritonBackend(Backend):
         return "" if known else f"it has no formula for {activation.name!r}"
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-        family = pointwise.splitting_matvec if X.shape[1] <= pointwise.WIDEST else pointwise_wide.splitting_matvec
-        return family(X=X, C=C, V=V, bias=bias)
+        family = pointwise if pointwise.supports(X, C) else pointwise_wide
+        return family.splitting_matvec(X=X, C=C, V=V, bias=bias)
 
     def splitting_matvec_grouped(
         self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
@@ -50,8 +50,7 @@ class TritonBackend(Backend):
         return grouped.splitting_matvec_grouped([grouped.Member(X=x, C=c, V=v, bias=b) for x, c, v, b in layers])
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
-        product = gated.gated_matvec if gated.supports(X) else REFERENCE.gated_matvec
-        return product(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
+        return gated.gated_matvec(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
 
     def depthwise_matvec(
         self,
