@@ -58,6 +58,7 @@ class Compiled:
     instructions: int
     loop_instructions: int  # of all main loops
     loop_barriers: int  # of the main loop that has the most
+    multiplies: bool  # whether it has a product
     overhead: float  # the tensor-core work of a pass of the loops over the work that the tile needs
     serialized: bool  # whether the assembler waits for every wgmma
     unwaited: bool  # whether a copy can overwrite what a wgmma still reads
@@ -146,7 +147,8 @@ def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
         instructions=len(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?[@A-Za-z][\w.@!]*\s.*", listing, re.M)),
         loop_instructions=sum(loop.instructions for loop in listed),
         loop_barriers=max((loop.barriers for loop in found), default=0),
-        overhead=loops.overhead(found, launch.work),
+        multiplies=bool(launch.work),
+        overhead=round(loops.overhead(found, launch.work), 3),
         serialized="wgmma.mma_async instructions are serialized" in log.getvalue(),
         unwaited=bool(loops.unwaited_reads(kernel.asm["ttgir"])),
     )

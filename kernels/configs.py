@@ -42,8 +42,19 @@ class Config:
     def for_filters(self, filters: int) -> Config:
         """Return this configuration with smaller tiles for layers with few filters; a product needs at least 16."""
         own = power_of_two(filters, 16, self.filters)
-        warps = max(1, self.warps * own // self.filters) if self.turned else self.warps
-        return replace(self, filters=own, warps=warps)
+        if own == self.filters or not self.turned:
+            return replace(self, filters=own)
+        # With fewer warps, each thread holds a larger part of a tile of rows.
+        rows = max(16, self.rows // 2) if self.depth * self.rows > 1024 else self.rows
+        return replace(self, rows=rows, filters=own, warps=max(1, self.warps * own // self.filters))
+
+    def for_two_products(self) -> Config:
+        """Return this configuration of launch 1 of `pointwise_wide` with half the filters: each has two products."""
+        return replace(self, filters=max(16, self.filters // 2))
+
+    def for_gathers(self) -> Config:
+        """Return this configuration of launch 1 of `pointwise_wide` with tiles small enough for EdgeConv's epilogue."""
+        return replace(self, filters=min(32, self.filters))
 
     def for_inputs(self, inputs: int) -> Config:
         """Return this configuration of launch 2 of `pointwise_wide` with smaller tiles for few inputs."""
@@ -187,8 +198,7 @@ POINTWISE_UNALIGNED: dict[tuple[str, str], Tiles] = {
         16: ((32, 64, 4, 2),),
         32: ((32, 64, 4, 2),),
         64: ((32, 64, 4, 2), (32, 32, 4, 2, FLAT)),
-        128: ((32, 64, 8, 2, FLAT),),
-        256: ((16, 64, 8, 2, FLAT),),
+        128: ((16, 128, 8, 2),),
     },
     ("hopper", "bf16"): {
         16: ((32, 64, 4, 2),),
@@ -245,7 +255,7 @@ GATED_UNALIGNED: dict[tuple[str, str], Tiles] = {
 # One grouped kernel contains the code for every width that occurs and needs as many registers as the widest.
 GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1, FLAT),),
-    ("nvidia", "bf16"): (GroupedConfig(((64, 64), (64, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
+    ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
     ("hopper", "bf16"): (GroupedConfig(((64, 128), (64, 128), (64, 128), (64, 128), (32, 128)), 8, 3, 1),),
     ("nvidia", "tf32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
     ("hopper", "tf32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
@@ -266,6 +276,11 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
 FEW_FILTERS = 64
 GROUPED_FEW: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("hopper", "bf16"): (GroupedConfig(((64, 64), (64, 64), (64, 64), (64, 64)), 4, 3, 2),),
+}
+# For lists in which C may be unaligned, but not X.
+GROUPED_ANY_C: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
+    ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
+    ("hopper", "bf16"): GROUPED["hopper", "bf16"],
 }
 GROUPED_UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1, FLAT),),
@@ -295,7 +310,7 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("nvidia", "tf32x3"): ((Config(128, 64, 32, 8, 3), Config(128, 64, 16, 8, 3)),),
     ("hopper", "tf32x3"): ((Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
     ("nvidia", "widened"): ((Config(64, 64, 16, 4, 3), Config(64, 64, 32, 4, 3)),),
-    ("hopper", "widened"): ((Config(32, 64, 32, 4, 3), Config(128, 128, 32, 8, 3)),),
+    ("hopper", "widened"): ((Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
     ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 3), Config(32, 32, 16, 4, 3)),),
     ("amd", "fp32"): (
         (Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),
@@ -309,11 +324,12 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("interpreter", "fp64"): ((Config(128, 64, 128, 1, 1), Config(128, 64, 128, 1, 1)),) * 2,
 }
 WIDE_UNALIGNED: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
-    ("nvidia", "bf16"): ((Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),),
+    ("nvidia", "bf16"): ((Config(128, 64, 32, 8, 2), Config(32, 64, 32, 4, 2)),),
 }
 # Used instead of the first of a pair for at most FEW_ROWS rows: most reads are then of V, and small tiles spread them
 # over many programs.
 FEW_ROWS, FEW_ROWS_CONFIG = 64, Config(16, 16, 64, 1, 3)
+FEW_ROWS_UNALIGNED = Config(16, 16, 32, 1, 2)
 
 
 Table = dict[tuple[str, str], Any]
@@ -360,13 +376,22 @@ def gated(
 
 
 def grouped(
-    device: Device, form: str, stored: torch.dtype, is_aligned: bool = True, has_few_filters: bool = False
+    device: Device,
+    form: str,
+    stored: torch.dtype,
+    alignment: tuple[bool, bool] = (True, True),
+    has_few_filters: bool = False,
 ) -> list[GroupedConfig]:
-    """Return the configurations of lists of layers that fit the device, the default one first."""
-    kind = arithmetic(form, stored)
-    found = _chosen(GROUPED, GROUPED_UNALIGNED, device, kind, is_aligned)
-    if is_aligned and has_few_filters:
+    """Return the configurations of lists of layers that fit the device, the default one first.
+
+    `alignment` says whether X is aligned, and whether C is.
+    """
+    kind, (x_aligned, c_aligned) = arithmetic(form, stored), alignment
+    found = _chosen(GROUPED, GROUPED_UNALIGNED, device, kind, x_aligned)
+    if x_aligned and has_few_filters:
         found = _entry(GROUPED_FEW, device, kind) or found
+    elif x_aligned and not c_aligned:
+        found = _chosen(GROUPED, GROUPED_ANY_C, device, kind, False)
     if device.vendor == "interpreter":
         found = tuple(replace(config, turned=form != "ieee") for config in found)
     return [own for own in found if grouped_memory(own, device, form, stored) <= device.shared_memory]
@@ -378,7 +403,7 @@ def wide(
     """Return the pairs of configurations that fit the device, the default one first."""
     found = _chosen(WIDE, WIDE_UNALIGNED, device, arithmetic(form, stored), is_aligned)
     if rows <= FEW_ROWS:
-        found = [(FEW_ROWS_CONFIG, accumulate) for _, accumulate in found]
+        found = [(FEW_ROWS_CONFIG if is_aligned else FEW_ROWS_UNALIGNED, accumulate) for _, accumulate in found]
     return [
         pair
         for pair in found

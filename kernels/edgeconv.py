@@ -233,7 +233,7 @@ def plan(
     """Return the launches for contiguous vectors."""
     (clouds, points, F), M, L = X.shape, C.shape[2], len(V)
     R, K = clouds * points, 1 if L == M else 2
-    product, sums = pair
+    product, sums = pair[0].for_gathers(), pair[1].for_inputs(X.shape[2])
     form = product_form(X.dtype, options.arithmetic, device)
     across = is_by_single_multiplications(form, device)
     rows, coefficients = X.reshape(R, F), C.reshape(R, M)
@@ -278,7 +278,6 @@ def plan(
     name = "edgeconv, receive" + ", atomic" * options.atomic + ", tied" * (ties is not None)
     grid = (triton.cdiv(L, RECEIVE_FILTERS) * triton.cdiv(R, RECEIVE_ROWS),)
     launches.append(Launch(name, receive_kernel, grid, arguments, RECEIVE_WARPS))
-    sums = sums.for_inputs(F)
     per_slice, slices = slices_of(rows, R, 2 * L, sums, device)
     out = V.new_empty(slices, *V.shape)
     launches.append(accumulate_launch(rows, U, out, (0, R), 2 * L, F, 2 * bias, per_slice, form, far, sums))

@@ -100,6 +100,8 @@ def gated_kernel(
     c11_tile = tile_offsets(r, c11_row, column, c11_column, FAR)
     c12_tile = tile_offsets(r, c12_row, column, c12_column, FAR)
     c22_tile = tile_offsets(r, c22_row, column, c22_column, FAR)
+    # No program is without rows: the assembler then sees no path on which sums are defined a second time.
+    tl.assume(first < last)
     a_total, b_total = tl.zeros((BM, BD), number), tl.zeros((BM, BD), number)
     a_ones, b_ones = tl.zeros((BM,), number), tl.zeros((BM,), number)
     for begin in range(first, last, BN):
@@ -268,7 +270,7 @@ def wide_plan(
 ) -> Plan:
     """Return the launches for rows of any width and contiguous vectors V (F, 2 (D (+ 1)))."""
     (N, D), F = X.shape, len(V)
-    project, accumulate = pair
+    project, accumulate = pair[0].for_two_products(), pair[1]
     form = product_form(X.dtype, options.arithmetic, device)
     splits, common = _common(X, c, V, form, is_by_single_multiplications(form, device), bias)
     planes, dtype = product_storage(form, X.dtype)

@@ -217,9 +217,9 @@ def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
             continue
         alignment = _alignment(layer)
         has_few_filters = V.numel() <= configs.FEW_FILTERS * V.shape[-1]
-        if X.shape[1] > _widest(X, alignment[0], has_few_filters):
+        if X.shape[1] > _widest(X, alignment, has_few_filters):
             has_few_filters = False
-        if X.shape[1] > _widest(X, alignment[0], has_few_filters):
+        if X.shape[1] > _widest(X, alignment, has_few_filters):
             alone = pointwise if pointwise.supports(X, C) else pointwise_wide
             results[index] = alone.splitting_matvec(X=X, C=C, V=V, bias=bias)
         elif X.stride(1) != 1 or C.stride(1) != 1 or max(X.stride(0), C.stride(0)) >= FARTHEST:
@@ -239,11 +239,11 @@ def _alignment(layer: Member) -> tuple[bool, bool]:
     return configs.is_aligned(layer.X), configs.is_aligned(layer.C)
 
 
-def _widest(X: Tensor, is_aligned: bool, has_few_filters: bool) -> int:
+def _widest(X: Tensor, alignment: tuple[bool, bool], has_few_filters: bool) -> int:
     """Return the most inputs that a layer in a list may have."""
     device = describe(X.device)
     form = product_form(X.dtype, current().arithmetic, device)
-    found = configs.grouped(device, form, X.dtype, is_aligned, has_few_filters)
+    found = configs.grouped(device, form, X.dtype, alignment, has_few_filters)
     return WIDTHS[min(len(config.tiles) for config in found) - 1] if found else 0
 
 
@@ -252,7 +252,7 @@ def _run(layers: Sequence[Member], has_few_filters: bool) -> list[Tensor]:
     vectors = [layer.V.contiguous() for layer in layers]
     device, options = describe(X.device), current()
     form = product_form(X.dtype, options.arithmetic, device)
-    candidates = configs.grouped(device, form, X.dtype, _alignment(layers[0])[0], has_few_filters)
+    candidates = configs.grouped(device, form, X.dtype, _alignment(layers[0]), has_few_filters)
     shapes = tuple((layer.X.shape, V.shape) for layer, V in zip(layers, vectors, strict=True))
     key = ("grouped", X.device, X.dtype, form, layers[0].bias, _alignment(layers[0]), shapes)
     offsets: list[int] = []

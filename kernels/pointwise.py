@@ -79,7 +79,7 @@ def fused_rows(
     column = f if K == 1 else f % M
     x_tile = tile_offsets(r, x_row, d, x_column, FAR)
     c_tile = tile_offsets(r, c_row, column, c_column, FAR)
-    # No program is without rows.
+    # No program is without rows: the assembler then sees no path on which the sums are defined a second time.
     tl.assume(first < last)
     total = tl.zeros((BM, BD), number)
     bias_total = tl.zeros((BM,), number)

@@ -58,6 +58,7 @@ def rows_product(
     inside_n, inside_f = r < rows, own < filters
     x_tile = tile_offsets(r, x_row, k, x_column, FAR)
     v_tile = k[:, None] * pitch + own[None, :] if ACROSS else k[:, None] + own[None, :] * pitch
+    tl.assume(D > 0)
     u = tl.zeros((BN, BM), number)
     for first in range(0, D, BK):
         inside_d = k < D - first
@@ -176,6 +177,7 @@ def accumulate_kernel(
     u_tile = r[None, :] * u_row + f[:, None]
     X += (begin + row) * x_row
     U += row * u_row
+    tl.assume(rows > 0)
     for first in range(0, rows, BK):
         inside_n = r < rows - first
         x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
@@ -232,7 +234,7 @@ def accumulate_launch(
     )  # fmt: skip
     grid = (max(1, triton.cdiv(D, config.rows)), triton.cdiv(columns, config.filters), slices)
     work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
-    return Launch("accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label)
+    return Launch("wide, accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label)
 
 
 def slices_of(X: Tensor, rows: int, columns: int, config: Config, device: Device) -> tuple[int, int]:
@@ -264,6 +266,7 @@ def plan(
     U = X.new_empty(planes, min(chunk, N), padded(F), dtype=dtype)
     per_slice, slices = slices_of(X, min(chunk, N), F, accumulate, device)
     out = V.new_empty(slices, *V.shape)
+    name = "wide, project" + ", few rows" * (N <= configs.FEW_ROWS)
     launches = [split]
     for begin in range(0, N, chunk):
         end = min(begin + chunk, N)
@@ -276,7 +279,7 @@ def plan(
         grid = (triton.cdiv(F, project.filters) * triton.cdiv(end - begin, project.rows),)
         work = (PRODUCTS[form] * project.rows * project.filters * project.depth,)
         launches += [
-            Launch("project", project_kernel, grid, arguments, project.warps, project.stages, work, project.label),
+            Launch(name, project_kernel, grid, arguments, project.warps, project.stages, work, project.label),
             accumulate_launch(X, U, out, (begin, end), F, 0, int(bias), per_slice, form, far, accumulate),
         ]
     return launch.summed(launches, out)
