@@ -68,10 +68,7 @@ Job = tuple[str, str, int]
 def jobs(targets: Sequence[str], kinds: Sequence[str]) -> list[Job]:
     """Return all that is to be compiled for these targets and kinds of rows."""
     return [
-        (target, kind, index)
-        for target in targets
-        for kind in kinds
-        for index in range(len(_launches(target, kind)))
+        (target, kind, index) for target in targets for kind in kinds for index in range(len(_launches(target, kind)))
     ]
 
 

@@ -131,7 +131,11 @@ class CheckedLaunches:
     def grouped(self, is_general: bool) -> Iterator[Launch]:
         kinds = [("", (False, False), False)]
         if not is_general:
-            kinds = [("", (True, True), False), (", any C", (True, False), False), (", few filters", (True, True), True)]
+            kinds = [
+                ("", (True, True), False),
+                (", any C", (True, False), False),
+                (", few filters", (True, True), True),
+            ]
         default = None
         for name, alignment, has_few_filters in kinds:
             own = configs.grouped(self.device, self.form, self.stored, alignment, has_few_filters)[0]
@@ -175,7 +179,9 @@ class CheckedLaunches:
         coefficients = self.numbers(M, capacity)
         for width in (64, 1024, krylov.WIDEST // (2 if self.kind == "fp64" else 1)):
             basis, q = self.numbers(M, capacity, width), self.numbers(M, width)
-            state = KrylovState(basis, q, coefficients, coefficients, length, self.numbers(M))
+            state = KrylovState(
+                basis=basis, q=q, alpha=coefficients, beta=coefficients, length=length, scale=self.numbers(M)
+            )
             yield krylov.plan(state, q, 7)
         doubles = torch.empty(M, 2, dtype=torch.float64, device="meta")
         vectors = doubles.new_empty(M, 2, capacity)

@@ -39,13 +39,16 @@ class Config:
         sizes = f"{self.rows}x{self.filters}x{self.depth}, {self.warps} warps, {self.stages} stages"
         return sizes if self.turned else f"{sizes}, flat"
 
-    def for_filters(self, filters: int) -> Config:
+    def for_filters(self, filters: int, form: str) -> Config:
         """Return this configuration with smaller tiles for layers with few filters; a product needs at least 16."""
         own = power_of_two(filters, 16, self.filters)
-        if own == self.filters or not self.turned:
+        if own == self.filters or form == "ieee":
             return replace(self, filters=own)
+        # Every warp needs its own part of both products.
+        if form not in ("split", "rounded"):
+            return replace(self, rows=16, filters=own, warps=own // (16 if self.depth == 16 else 8), turned=False)
         # With fewer warps, each thread holds a larger part of a tile of rows.
-        rows = max(16, self.rows // 2) if self.depth * self.rows > 1024 else self.rows
+        rows = 16 if self.depth >= 128 else min(32, self.rows)
         return replace(self, rows=rows, filters=own, warps=max(1, self.warps * own // self.filters))
 
     def for_two_products(self) -> Config:
@@ -58,29 +61,33 @@ class Config:
 
     def for_inputs(self, inputs: int) -> Config:
         """Return this configuration of launch 2 of `pointwise_wide` with smaller tiles for few inputs."""
-        return replace(self, rows=power_of_two(inputs, 32, self.rows))
+        rows = power_of_two(inputs, 32, self.rows)
+        return self if rows == self.rows else replace(self, rows=rows, warps=min(self.warps, self.filters // 16))
 
 
 @dataclass(frozen=True)
 class GroupedConfig:
     """How the grouped kernel is compiled."""
 
-    tiles: tuple[tuple[int, int], ...]  # (rows, filters) of a tile, for each of WIDTHS that it supports
+    tiles: tuple[tuple[int, int] | tuple[int, int, bool], ...]  # (rows, filters) for each of WIDTHS that it supports
     warps: int
     stages: int
     per_processor: int  # programs on one processor
-    turned: bool = True
+    turned: bool = True  # unless a tile says otherwise
 
     @property
     def label(self) -> str:
         """The configuration in words."""
-        tiles = " ".join(f"{rows}x{filters}" for rows, filters in self.tiles)
-        return f"{tiles}, {self.warps} warps, {self.stages} stages" + ", flat" * (not self.turned)
+        tiles = " ".join(f"{own.rows}x{own.filters}" + " flat" * (not own.turned) for own in self.configs)
+        return f"{tiles}, {self.warps} warps, {self.stages} stages"
 
-    def tile(self, width: int) -> Config:
-        """Return the configuration of one width."""
-        rows, filters = self.tiles[WIDTHS.index(width)]
-        return Config(rows, filters, width, self.warps, self.stages, self.turned)
+    @property
+    def configs(self) -> list[Config]:
+        """The configuration of each width."""
+        return [
+            Config(tile[0], tile[1], width, self.warps, self.stages, tile[2] if len(tile) > 2 else self.turned)
+            for width, tile in zip(WIDTHS, self.tiles, strict=False)
+        ]
 
 
 def arithmetic(form: str, stored: torch.dtype) -> str:
@@ -101,7 +108,8 @@ def arithmetic(form: str, stored: torch.dtype) -> str:
 def is_aligned(*tensors: Tensor) -> bool:
     """Return whether addresses, widths and strides of these matrices are multiples of 16, and rows contiguous."""
     return all(
-        tensor.stride(1) == 1 and all(number % 16 == 0 for number in (tensor.data_ptr(), *tensor.shape[1:], tensor.stride(0)))
+        tensor.stride(1) == 1
+        and all(number % 16 == 0 for number in (tensor.data_ptr(), *tensor.shape[1:], tensor.stride(0)))
         for tensor in tensors
     )
 
@@ -136,7 +144,7 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
         256: ((32, 128, 8, 3), (16, 128, 8, 3)),
     },
     ("nvidia", "tf32"): {
-        16: ((32, 64, 4, 3),),
+        16: ((64, 64, 4, 3, FLAT),),
         32: ((64, 64, 4, 3, FLAT), (32, 32, 4, 3, FLAT)),
         64: ((32, 32, 4, 3, FLAT),),
         128: ((32, 64, 8, 3, FLAT), (16, 64, 8, 3, FLAT)),
@@ -150,8 +158,8 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
         256: ((32, 128, 8, 2), (16, 128, 8, 2)),
     },
     ("nvidia", "tf32x3"): {
-        16: ((32, 32, 4, 3, FLAT),),
-        32: ((32, 32, 4, 3, FLAT),),
+        16: ((64, 64, 4, 2, FLAT),),
+        32: ((64, 64, 4, 2, FLAT),),
         64: ((32, 32, 4, 2, FLAT), (16, 32, 4, 3, FLAT)),
         128: ((16, 32, 4, 2, FLAT), (16, 64, 8, 2, FLAT)),
     },
@@ -206,6 +214,13 @@ POINTWISE_UNALIGNED: dict[tuple[str, str], Tiles] = {
         64: ((32, 64, 4, 2),),
         128: ((16, 64, 4, 2),),
     },
+    ("nvidia", "tf32"): {width: POINTWISE["nvidia", "tf32"][width] for width in WIDTHS[:4]},
+    ("nvidia", "tf32x3"): {
+        16: ((64, 64, 4, 2, FLAT),),
+        32: ((32, 64, 4, 2),),
+        64: ((32, 32, 4, 2, FLAT),),
+    },
+    ("nvidia", "widened"): {width: POINTWISE["nvidia", "widened"][width] for width in WIDTHS[:4]},
 }
 # A program of the gated kernel has the vectors and sums of two halves.
 GATED: dict[tuple[str, str], Tiles] = {
@@ -257,11 +272,11 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1, FLAT),),
     ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
     ("hopper", "bf16"): (GroupedConfig(((64, 128), (64, 128), (64, 128), (64, 128), (32, 128)), 8, 3, 1),),
-    ("nvidia", "tf32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
+    ("nvidia", "tf32"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
     ("hopper", "tf32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
-    ("nvidia", "tf32x3"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
-    ("hopper", "tf32x3"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
-    ("nvidia", "widened"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 32)), 4, 2, 2, FLAT),),
+    ("nvidia", "tf32x3"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
+    ("hopper", "tf32x3"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 32, FLAT)), 4, 2, 2),),
+    ("nvidia", "widened"): (GroupedConfig(((32, 64), (32, 64), (16, 64), (16, 64, FLAT), (16, 32, FLAT)), 4, 2, 2),),
     ("hopper", "widened"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
     ("nvidia", "fp64"): (GroupedConfig(((16, 16),) * 5, 8, 2, 1, FLAT),),
     ("amd", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (16, 32)), 4, 2, 1),),
@@ -279,6 +294,7 @@ GROUPED_FEW: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
 }
 # For lists in which C may be unaligned, but not X.
 GROUPED_ANY_C: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
+    ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1, FLAT),),
     ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
     ("hopper", "bf16"): GROUPED["hopper", "bf16"],
 }
@@ -286,9 +302,9 @@ GROUPED_UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1, FLAT),),
     ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 2, 2),),
     ("hopper", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64)), 4, 2, 2),),
-    ("nvidia", "tf32"): (GroupedConfig(((32, 32), (32, 32), (32, 32)), 4, 2, 2, FLAT),),
-    ("nvidia", "tf32x3"): (GroupedConfig(((16, 32), (16, 32), (16, 32)), 4, 2, 2, FLAT),),
-    ("nvidia", "widened"): (GroupedConfig(((16, 32), (16, 32), (16, 32)), 4, 2, 2, FLAT),),
+    ("nvidia", "tf32"): (GroupedConfig(((64, 64), (64, 64), (32, 32)), 4, 2, 2, FLAT),),
+    ("nvidia", "tf32x3"): (GroupedConfig(((64, 64, FLAT), (32, 64), (32, 32, FLAT)), 4, 2, 2),),
+    ("nvidia", "widened"): (GroupedConfig(((32, 64), (32, 64), (16, 64)), 4, 2, 2),),
     ("amd", "fp32"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
 }
 # (project, accumulate), as in `pointwise_wide`. In the second, `rows` counts columns of X and `depth` counts rows.
@@ -325,6 +341,9 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
 }
 WIDE_UNALIGNED: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("nvidia", "bf16"): ((Config(128, 64, 32, 8, 2), Config(32, 64, 32, 4, 2)),),
+    ("hopper", "tf32"): ((Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),),
+    ("hopper", "tf32x3"): ((Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),),
+    ("hopper", "widened"): ((Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),),
 }
 # Used instead of the first of a pair for at most FEW_ROWS rows: most reads are then of V, and small tiles spread them
 # over many programs.
@@ -354,7 +373,9 @@ def _tiles(entry: Tiles, device: Device, form: str, width: int, filters: int) ->
     if device.vendor == "interpreter":
         # As on a GPU: single multiplications are of U, tensor cores compute U^T.
         found = [replace(config, turned=form != "ieee") for config in found]
-    return list(dict.fromkeys(config.for_filters(filters) for config in found))
+    # AMD's matrix cores work on tiles of any number of warps.
+    own = form if device.vendor == "nvidia" else "ieee"
+    return list(dict.fromkeys(config.for_filters(filters, own) for config in found))
 
 
 def pointwise(
@@ -418,15 +439,17 @@ def _bound(device: Device, kept: Sequence[int], buffered: Sequence[int], stages:
     result (`epilogue`) takes the place of the tiles. On AMD, tiles that are kept also take each other's place.
     """
     if device.vendor == "amd":
-        return max(*kept, (stages - 1) * sum(buffered), epilogue)
+        return max([*kept, (stages - 1) * sum(buffered), epilogue])
     return max(sum(kept) + stages * sum(buffered), epilogue)
 
 
-def _copies(tile: int, form: str, stored: torch.dtype) -> int:
-    """Return the size of a tile of rows that is widened, or split in two parts, on its way to tensor cores."""
-    if form in ("split", "rounded") or (form == "ieee" and stored.itemsize >= 4):
+def _copies(tile: int, device: Device, form: str, stored: torch.dtype) -> int:
+    """Return the size of a tile of rows that is copied on its way to tensor cores: widened, transposed or in parts."""
+    if form in ("split", "rounded", "ieee") and not (form == "ieee" and stored.itemsize == 2):
         return 0
-    return (2 if form == "tf32x3" else 1) * tile * 4
+    if stored.itemsize == 2:
+        return 4 * tile
+    return (2 if form == "tf32x3" else 1) * 4 * tile if device.has_wgmma else 0
 
 
 def fused_memory(config: Config, device: Device, form: str, stored: torch.dtype, halves: int) -> int:
@@ -437,13 +460,13 @@ def fused_memory(config: Config, device: Device, form: str, stored: torch.dtype,
     # The product while it becomes an operand, in as many parts as it has.
     moved = 0 if config.turned and dtype.itemsize == 2 else 2 * halves * planes * BN * BM * max(4, size)
     coefficients = (1 if halves == 1 else 3) * BN * BM * size
-    copies = 2 * _copies(BN * BD, form, stored)
+    copies = 2 * _copies(BN * BD, device, form, stored)
     return _bound(device, [vectors, moved, copies], [BN * BD * size, coefficients], config.stages)
 
 
 def grouped_memory(config: GroupedConfig, device: Device, form: str, stored: torch.dtype) -> int:
     """Return an upper bound on the shared memory of the grouped kernel: the maximum over its tiles."""
-    return max(fused_memory(config.tile(width), device, form, stored, 1) for width in WIDTHS[: len(config.tiles)])
+    return max(fused_memory(own, device, form, stored, 1) for own in config.configs)
 
 
 def wide_memory(config: Config, device: Device, form: str, stored: torch.dtype) -> int:
@@ -451,6 +474,6 @@ def wide_memory(config: Config, device: Device, form: str, stored: torch.dtype) 
     rows, filters, depth = config.rows, config.filters, config.depth
     planes, dtype = plane_storage(form, stored)
     factor = planes * filters * depth * dtype.itemsize
-    copies = [2 * _copies(depth * rows, form, stored), 2 * _copies(depth * filters, form, stored)]
+    copies = [_copies(depth * rows, device, form, stored)]
     epilogue = rows * filters * max(4, stored.itemsize)
     return _bound(device, copies, [rows * depth * stored.itemsize, factor], config.stages, epilogue)

@@ -263,9 +263,7 @@ def plan(
         grid = (triton.cdiv(L, product.filters) * triton.cdiv(R, product.rows),)
         work = (PRODUCTS[form] * product.rows * product.filters * product.depth,)
         launches.append(
-            Launch(
-                name, point_products_kernel, grid, arguments, product.warps, product.stages, work, product.label
-            )
+            Launch(name, point_products_kernel, grid, arguments, product.warps, product.stages, work, product.label)
         )
     count, dtype = product_storage(form, X.dtype)
     U = rows.new_empty(count, R, padded(2 * L), dtype=dtype)

@@ -107,10 +107,9 @@ def grouped_kernel(
     C_ALIGNED: tl.constexpr,  # the same for C
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
-    TURNED: tl.constexpr,
     LAYERS: tl.constexpr,
     PRESENT: tl.constexpr,  # bit i is set if there are layers of the i-th width
-    TILES: tl.constexpr,  # rows and filters of a tile, by width
+    TILES: tl.constexpr,  # rows and filters of a tile and whether it is turned, by width
 ):
     """partial = ((X V^T) * C)^T X for each tile of all layers: a block of filters and a slice of the rows."""
     number = partial.dtype.element_ty
@@ -140,12 +139,13 @@ def grouped_kernel(
     last = tl.minimum(first + tl.load(row + PER_SLICE), tl.load(row + N_))
     out = partial + tl.load(row + PARTIAL) + slice_index * F * (D + BIAS)
     width = tl.load(row + WIDTH).to(tl.int32)
-    for i in tl.static_range(len(TILES) // 2):
+    for i in tl.static_range(len(TILES) // 3):
         # The outer condition is known at compile time, the inner one is not.
         if (PRESENT >> i) % 2 == 1:  # noqa: SIM102
             if width == i:
-                BN: tl.constexpr = TILES[2 * i]
-                BM: tl.constexpr = TILES[2 * i + 1]
+                BN: tl.constexpr = TILES[3 * i]
+                BM: tl.constexpr = TILES[3 * i + 1]
+                TURNED: tl.constexpr = TILES[3 * i + 2]
                 BD: tl.constexpr = 16 << i
                 first_filter = (local % blocks) * BM
                 total, bias_total = fused_rows(
@@ -216,9 +216,7 @@ def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
             results[index] = torch.zeros_like(V)
             continue
         alignment = _alignment(layer)
-        has_few_filters = V.numel() <= configs.FEW_FILTERS * V.shape[-1]
-        if X.shape[1] > _widest(X, alignment, has_few_filters):
-            has_few_filters = False
+        has_few_filters = V.numel() <= configs.FEW_FILTERS * V.shape[-1] and _is_special(X, alignment)
         if X.shape[1] > _widest(X, alignment, has_few_filters):
             alone = pointwise if pointwise.supports(X, C) else pointwise_wide
             results[index] = alone.splitting_matvec(X=X, C=C, V=V, bias=bias)
@@ -245,6 +243,14 @@ def _widest(X: Tensor, alignment: tuple[bool, bool], has_few_filters: bool) -> i
     form = product_form(X.dtype, current().arithmetic, device)
     found = configs.grouped(device, form, X.dtype, alignment, has_few_filters)
     return WIDTHS[min(len(config.tiles) for config in found) - 1] if found else 0
+
+
+def _is_special(X: Tensor, alignment: tuple[bool, bool]) -> bool:
+    """Return whether a layer with few filters has a configuration of its own."""
+    device = describe(X.device)
+    form = product_form(X.dtype, current().arithmetic, device)
+    few, many = (configs.grouped(device, form, X.dtype, alignment, is_few) for is_few in (True, False))
+    return few != many and X.shape[1] <= _widest(X, alignment, True)
 
 
 def _run(layers: Sequence[Member], has_few_filters: bool) -> list[Tensor]:
@@ -297,8 +303,8 @@ def plan(
         SPLIT_WARPS,
     )  # fmt: skip
     work = [
-        2 * PRODUCTS[form] * rows * filters * width
-        for i, (width, (rows, filters)) in enumerate(zip(WIDTHS, config.tiles, strict=False))
+        2 * PRODUCTS[form] * own.rows * own.filters * own.depth
+        for i, own in enumerate(config.configs)
         if _PRESENT[kind] >> i & 1
     ]
     product = Launch(
@@ -306,7 +312,8 @@ def plan(
         dict(
             common, planes=planes, partial=partial, one=launch.hidden_one(device),
             ROWS=DTYPES[stored], K=1 if one_each else 2, X_ALIGNED=x_aligned, C_ALIGNED=c_aligned, FORM=form,
-            ACROSS=across, TURNED=config.turned, PRESENT=_PRESENT[kind], TILES=sum(config.tiles, ()),
+            ACROSS=across, PRESENT=_PRESENT[kind],
+            TILES=sum(((own.rows, own.filters, own.turned) for own in config.configs), ()),
         ),
         config.warps, config.stages, tuple(work), config.label,
     )  # fmt: skip
@@ -388,9 +395,7 @@ def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: Grou
         slices = triton.cdiv(N, per_slice)
         addresses = [layer.X.data_ptr(), layer.C.data_ptr(), V.data_ptr()]
         sizes = [N, D, size // V.shape[-1], M, layer.X.stride(0), layer.C.stride(0)]
-        rows.append(
-            [*addresses, *sizes, width, n_blocks, per_slice, slices, tiles, partial, out, sums, planes, splits]
-        )
+        rows.append([*addresses, *sizes, width, n_blocks, per_slice, slices, tiles, partial, out, sums, planes, splits])
         offsets.append(out)
         tiles += n_blocks * slices
         sums += triton.cdiv(size, launch.SUM_BLOCK)

@@ -179,9 +179,7 @@ def fused_kernel(
     store_sums(out, total, bias_total, first_filter, D, F, BIAS, ATOMIC, BM, BD)
 
 
-def plan(
-    X: Tensor, C: Tensor, V: Tensor, bias: bool, device: Device, options: TritonOptions, config: Config
-) -> Plan:
+def plan(X: Tensor, C: Tensor, V: Tensor, bias: bool, device: Device, options: TritonOptions, config: Config) -> Plan:
     """Return the launches for rows that are narrow enough and contiguous vectors V (F, D (+ 1))."""
     (N, D), F = X.shape, len(V)
     form = product_form(X.dtype, options.arithmetic, device)
@@ -201,7 +199,9 @@ def plan(
     )  # fmt: skip
     work = 2 * PRODUCTS[form] * shape[0] * shape[1] * shape[2]
     name = "pointwise" + ", atomic" * atomic
-    product = Launch(name, fused_kernel, (blocks, slices), arguments, config.warps, config.stages, (work,), config.label)
+    product = Launch(
+        name, fused_kernel, (blocks, slices), arguments, config.warps, config.stages, (work,), config.label
+    )
     return Plan([split, product], out) if atomic else launch.summed([split, product], out)
 
 

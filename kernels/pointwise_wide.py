@@ -225,8 +225,10 @@ def accumulate_launch(
     config: Config,
 ) -> Launch:
     """Return the launch that adds U^T X over a chunk of rows to every slice of `out`."""
-    slices, filters, o_row = out.shape
+    _, filters, o_row = out.shape
     D = X.shape[1]
+    # The last chunk may have fewer rows, and then no rows for the last slices.
+    slices = triton.cdiv(chunk[1] - chunk[0], per_slice)
     arguments = dict(
         X=X, U=U, out=out, begin=chunk[0], end=chunk[1], D=D, F=columns, filters=filters, x_row=X.stride(0),
         x_column=X.stride(1), u_plane=U.stride(0), u_row=U.stride(1), o_row=o_row, half=half, rows_per_slice=per_slice,
@@ -234,7 +236,9 @@ def accumulate_launch(
     )  # fmt: skip
     grid = (max(1, triton.cdiv(D, config.rows)), triton.cdiv(columns, config.filters), slices)
     work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
-    return Launch("wide, accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label)
+    return Launch(
+        "wide, accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label
+    )
 
 
 def slices_of(X: Tensor, rows: int, columns: int, config: Config, device: Device) -> tuple[int, int]:

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import launch
-from s3d_fast.kernels.launch import Launch, Plan
 from s3d_fast.kernels.device import INTERPRETED
+from s3d_fast.kernels.launch import Launch, Plan
 
 # Few lanes, so that even few filters make many programs; in the interpreter the number of lanes costs no time.
 LANES, SHIFTS, WARPS = 256 if INTERPRETED else 8, 8, 1
@@ -253,9 +253,7 @@ def widths_plan(alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, gro
         widths=widths, lanes=lanes, steps=steps, a_row=alpha.stride(0), b_row=beta.stride(0), LANES=LANES,
     )  # fmt: skip
     grid = (triton.cdiv(lanes, LANES),)
-    return Plan(
-        [Launch("certified widths", widths_kernel, grid, arguments, WARPS, label=f"{LANES} lanes")], widths
-    )
+    return Plan([Launch("certified widths", widths_kernel, grid, arguments, WARPS, label=f"{LANES} lanes")], widths)
 
 
 def certified_widths(*, alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor) -> Tensor:

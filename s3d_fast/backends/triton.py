@@ -106,6 +106,9 @@ class TritonBackend(Backend):
         incoming: Incoming | None,
         ties: EdgeTies | None,
     ) -> Tensor:
+        if X.shape[2] == 0:
+            # The kernels' products need at least one feature.
+            return REFERENCE.edgeconv_matvec(X=X, winner=winner, C=C, V=V, bias=bias, incoming=incoming, ties=ties)
         edges = incoming or incoming_edges(winner)
         if ties is not None and ties.incoming is None:
             ties = ties._replace(incoming=incoming_edges(ties.runner))

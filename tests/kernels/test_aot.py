@@ -22,8 +22,8 @@ import triton
 from benchmarks import roofline
 from s3d_fast.kernels import aot, edgeconv, gated, grouped, pointwise, pointwise_wide
 from s3d_fast.kernels.compiled import TARGETS, Compiled, KernelSource, fingerprint
+from s3d_fast.kernels.configs import Config
 from s3d_fast.kernels.device import Device
-from s3d_fast.kernels.launch import Config
 from s3d_fast.kernels.products import product_form
 
 ROOT = Path(__file__).parents[2]
