@@ -121,8 +121,8 @@ class CheckedLaunches:
             winner = torch.empty(clouds, points, C.shape[1], dtype=torch.int32, device="meta")
             incoming = Incoming(winner, winner, winner.new_empty(clouds, points + 1, C.shape[1]))
             c = C.view(clouds, points, -1)
-            slopes = (c, c) if is_general else (None, None)
-            for atomic, ties in ((False, None), (True, None), (False, EdgeTies(winner, c, *slopes, incoming))):
+            slope = c if is_general else None
+            for atomic, ties in ((False, None), (True, None), (False, EdgeTies(winner, c, slope, slope, incoming))):
                 yield from edgeconv.plan(
                     X.view(clouds, points, -1), incoming, c, self.numbers(len(V), 2 * X.shape[1] + bias), bias, ties,
                     self.device, replace(self.options, atomic=atomic), pair,

@@ -86,8 +86,10 @@ def specialize(launch: Launch, target: Target) -> Specialized:
     bound, seen, _ = bind(**launch.arguments)
     names = [parameter.name for parameter in launch.kernel.params]
     signature = {name: kind for name, (kind, _) in zip(names, seen, strict=True)}
-    constants = {(i,): bound[name] for i, name in enumerate(names) if signature[name] == "constexpr"}
-    attributes = {
+    constants: dict[tuple[int, ...], Any] = {
+        (i,): bound[name] for i, name in enumerate(names) if signature[name] == "constexpr"
+    }
+    attributes: dict[tuple[int, ...], Any] = {
         (i,): backend.parse_attr(key)
         for i, (kind, key) in enumerate(seen)
         if kind != "constexpr" and isinstance(key, str)

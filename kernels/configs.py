@@ -259,6 +259,7 @@ GATED: dict[tuple[str, str], Tiles] = {
         128: ((16, 32, 4, 2), (16, 16, 4, 2)),
         256: ((16, 16, 4, 2),),
     },
+    ("amd", "tf32x3"): {},
     ("amd", "widened"): {},
     ("amd", "fp64"): {width: ((16, 16, 4, 2),) for width in WIDTHS[:4]},
     ("interpreter", "fp64"): {width: ((128, 64, 1, 1), (64, 32, 1, 1)) for width in WIDTHS},

@@ -44,17 +44,18 @@ def ptx_loops(text: str, warps: int) -> list[Loop]:
 
 def sass_loops(text: str) -> list[Loop]:
     """Return the loops of a listing by nvdisasm; their tensor-core work is not in it."""
-    found = []
-    for body in _innermost(text.splitlines(), r"^(\.L_x_\d+):", r"\bBRA(?:\.\w+)*\s.*?`\((\.L_x_\d+)\)"):
-        found.append(
+    bodies = _innermost(text.splitlines(), r"^(\.L_x_\d+):", r"\bBRA(?:\.\w+)*\s.*?`\((\.L_x_\d+)\)")
+    return _main(
+        [
             Loop(
-                _count(body, r"^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
-                _count(body, r"\bBAR\.(?:SYNC|RED)"),
-                _count(body, TENSOR_CORE),
-                0,
+                instructions=_count(body, r"^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
+                barriers=_count(body, r"\bBAR\.(?:SYNC|RED)"),
+                tensor_core=_count(body, TENSOR_CORE),
+                multiply_adds=0,
             )
-        )
-    return _main(found)
+            for body in bodies
+        ]
+    )
 
 
 def amd_loops(text: str, warps: int) -> list[Loop]:

@@ -189,15 +189,15 @@ def plan(X: Tensor, C: Tensor, V: Tensor, bias: bool, device: Device, options: T
     per_slice, slices = launch.share_rows(N, blocks, config.rows, device)
     atomic = options.atomic and slices > 1
     out = torch.zeros_like(V) if atomic else V.new_empty(slices, *V.shape)
-    M, shape = C.shape[1], (config.rows, config.filters, config.depth)
+    M = C.shape[1]
+    is_far = launch.is_far((config.rows, config.depth), X.stride()) or launch.is_far((config.rows, M), C.stride())
     arguments = dict(
         X=X, C=C, V=V, planes=planes, out=out, N=N, D=D, F=F, M=M, x_row=X.stride(0), x_column=X.stride(1),
         c_row=C.stride(0), c_column=C.stride(1), v_row=V.stride(0), plane=planes.stride(0), pitch=planes.stride(1),
-        rows_per_slice=per_slice, one=launch.hidden_one(device), K=1 if F == M else 2, BIAS=bias, ATOMIC=atomic, FORM=form, ACROSS=across, TURNED=config.turned,
-        FAR=launch.is_far((config.rows, config.depth), X.stride()) or launch.is_far((config.rows, M), C.stride()),
-        BN=config.rows, BM=config.filters, BD=config.depth,
+        rows_per_slice=per_slice, one=launch.hidden_one(device), K=1 if F == M else 2, BIAS=bias, ATOMIC=atomic,
+        FORM=form, ACROSS=across, TURNED=config.turned, FAR=is_far, BN=config.rows, BM=config.filters, BD=config.depth,
     )  # fmt: skip
-    work = 2 * PRODUCTS[form] * shape[0] * shape[1] * shape[2]
+    work = 2 * PRODUCTS[form] * config.rows * config.filters * config.depth
     name = "pointwise" + ", atomic" * atomic
     product = Launch(
         name, fused_kernel, (blocks, slices), arguments, config.warps, config.stages, (work,), config.label

@@ -210,7 +210,7 @@ def test_tuning_times_every_configuration_once_and_keeps_the_fastest(
     pretend(monkeypatch, "nvidia")
     monkeypatch.setattr(launch, "_seconds", seconds)
     launches = recorded(monkeypatch, edgeconv, "point_products_kernel")
-    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5, torch.float32))
+    X, winner, C, V = tensors_of(EdgeCase(2, 40, 6, 4, 5, torch.float32))
     with triton_options(tune=True, atomic=atomic):
         assert_product(X, winner, C, V)
         assert_product(X, winner, C, V)
