@@ -63,6 +63,7 @@ class CheckedLaunches:
                 yield launch
 
     def _all(self) -> Iterator[Launch]:
+        yield from self.biased()
         for is_general in (False, True):
             suffix = ", general" * is_general
             for launches in (self.pointwise, self.wide, self.gated, self.edgeconv, self.grouped):
@@ -83,6 +84,24 @@ class CheckedLaunches:
         if not is_general:
             return self.rows(N, D), self.rows(N, filters), self.numbers(filters, D), False
         return self.rows(N, D - ODD), self.rows(N, filters + ODD), self.numbers(2 * (filters + ODD), D - ODD + 1), True
+
+    def biased(self) -> Iterator[Launch]:
+        """Yield the launches of aligned layers with a bias."""
+        for D in (64, WIDE):
+            layer = (
+                self.rows(MANY_ROWS, D),
+                self.rows(MANY_ROWS, MANY_FILTERS),
+                self.numbers(MANY_FILTERS, D + 1),
+                True,
+            )
+            found = configs.pointwise(self.device, self.form, self.stored, D, MANY_FILTERS)
+            pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
+            if found:
+                plan = pointwise.plan(*layer, self.device, self.options, found[0])
+            else:
+                plan = pointwise_wide.plan(*layer, self.device, self.options, pair)
+            for launch in plan.launches:
+                yield replace(launch, name=launch.name + ", bias" * (len(launch.work) > 0))
 
     def pointwise(self, is_general: bool) -> Iterator[Launch]:
         for width in configs.WIDTHS:

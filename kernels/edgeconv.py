@@ -24,7 +24,7 @@ from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.pointwise_wide import (
-    accumulate_launch,
+    accumulate_launches,
     product_storage,
     rows_product,
     slices_of,
@@ -242,8 +242,8 @@ def plan(
     # K, d1 and d2; what is missing is not read.
     tie = ([own.reshape(R, M).contiguous() for own in given] + [coefficients] * 3)[:3]
     far = any(launch.is_far((256, max(2 * F, L)), tensor.stride()) for tensor in (rows, coefficients))
-    first, a_planes = split_launch(V[:, :F], form, X.dtype, across)
-    second, difference = split_launch(V[:, F : 2 * F], form, X.dtype, across, less=F)
+    first, a_planes = split_launch(V, form, X.dtype, across, range(F))
+    second, difference = split_launch(V, form, X.dtype, across, range(F, 2 * F), less=F)
     products, t = V.new_empty(2, R, L)
     received = V.new_zeros(R, L) if options.atomic else t
     back = t if ties is None else torch.empty_like(t)
@@ -278,7 +278,8 @@ def plan(
     launches.append(Launch(name, receive_kernel, grid, arguments, RECEIVE_WARPS))
     per_slice, slices = slices_of(rows, R, 2 * L, sums, device)
     out = V.new_empty(slices, *V.shape)
-    launches.append(accumulate_launch(rows, U, out, (0, R), 2 * L, F, 2 * bias, per_slice, form, far, sums))
+    biased = range(L, 2 * L) if bias else range(0)
+    launches += accumulate_launches(rows, U, out, (0, R), 2 * L, F, biased, per_slice, form, far, sums)
     return launch.summed(launches, out)
 
 

@@ -17,7 +17,7 @@ from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.pointwise_wide import (
-    accumulate_launch,
+    accumulate_launches,
     product_storage,
     rows_product,
     slices_of,
@@ -224,8 +224,8 @@ def _common(X: Tensor, c: Coefficients, V: Tensor, form: str, across: bool, bias
     """Return the launches that split both halves of the vectors, and the arguments that both kernels have."""
     D, (c11, c12, c22) = X.shape[1], c
     half = D + bias
-    first, a_planes = split_launch(V[:, :D], form, X.dtype, across)
-    second, b_planes = split_launch(V[:, half : half + D], form, X.dtype, across)
+    first, a_planes = split_launch(V, form, X.dtype, across, range(D))
+    second, b_planes = split_launch(V, form, X.dtype, across, range(half, half + D))
     last = c12 if c22 is None else c22
     arguments = dict(
         X=X, c11=c11, c12=c12, c22=last, V=V, a_planes=a_planes, b_planes=b_planes, D=D, F=len(V), M=c11.shape[1],
@@ -294,8 +294,9 @@ def wide_plan(
                 "gated, project", gated_project_kernel, grid, arguments, project.warps, project.stages, work,
                 project.label,
             ),
-            accumulate_launch(
-                X, U, out, (begin, end), 2 * F, D + bias, int(bias), per_slice, form, common["FAR"], accumulate
+            *accumulate_launches(
+                X, U, out, (begin, end), 2 * F, D + bias, range(2 * F * bias), per_slice, form, common["FAR"],
+                accumulate,
             ),
         ]  # fmt: skip
     return launch.summed(launches, out)

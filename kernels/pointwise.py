@@ -184,7 +184,7 @@ def plan(X: Tensor, C: Tensor, V: Tensor, bias: bool, device: Device, options: T
     (N, D), F = X.shape, len(V)
     form = product_form(X.dtype, options.arithmetic, device)
     across = is_by_single_multiplications(form, device)
-    split, planes = split_launch(V[:, :D], form, X.dtype, across)
+    split, planes = split_launch(V, form, X.dtype, across, range(D))
     blocks = triton.cdiv(F, config.filters)
     per_slice, slices = launch.share_rows(N, blocks, config.rows, device)
     atomic = options.atomic and slices > 1

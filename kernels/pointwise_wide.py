@@ -16,7 +16,7 @@ from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
 from s3d_fast.kernels.configs import Config
-from s3d_fast.kernels.device import Device, describe
+from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.products import (
@@ -151,7 +151,6 @@ def accumulate_kernel(
     half,  # where the second half of a row of `out` starts
     rows_per_slice,
     fresh,  # whether to ignore what `out` holds
-    BIAS: tl.constexpr,  # 0: none; 1: behind every half; 2: behind the second half
     FORM: tl.constexpr,
     FAR: tl.constexpr,
     BM: tl.constexpr,
@@ -172,7 +171,6 @@ def accumulate_kernel(
     where = out + starts[:, None] + d[None, :]
     inside = inside_f[:, None] & inside_d[None, :]
     total = tl.load(where, mask=inside & (fresh == 0), other=0.0)
-    bias_total = tl.zeros((BM,), number)
     x_tile = tile_offsets(r, x_row, d, x_column, FAR)
     u_tile = r[None, :] * u_row + f[:, None]
     X += (begin + row) * x_row
@@ -186,22 +184,59 @@ def accumulate_kernel(
         if FORM == "split":
             low = tl.load(U + u_plane + u_tile, mask=inside_u, other=0.0)
             total = times_stored(u, low, x, total, FORM)
-            if BIAS:
-                bias_total += tl.sum(u.to(number) + low.to(number), 1)
         else:
             total = times_rows(u.to(number), x, total, FORM)
-            if BIAS:
-                bias_total += tl.sum(u.to(number), 1)
         X += (tl.full((), BK, tl.int64) if FAR else BK) * x_row
         U += BK * u_row
     tl.store(where, total, mask=inside)
-    if BIAS:
-        # All programs along d have the same bias sums; the first one writes them.
-        writes = inside_f & (tl.program_id(0) == 0)
-        if BIAS == 2:
-            writes = writes & (f >= filters)
-        bias_total += tl.load(out + starts + D, mask=writes & (fresh == 0), other=0.0)
-        tl.store(out + starts + D, bias_total, mask=writes)
+
+
+@triton.jit(do_not_specialize=["rows", "fresh", "first"])
+def column_sums_kernel(
+    U,  # (planes, chunk, u_row), of which the columns from `first` to F count
+    out,  # (slices, filters, o_row)
+    rows,  # of the chunk
+    D,
+    F,
+    first,
+    filters,
+    u_plane,
+    u_row,
+    o_row,
+    half,
+    rows_per_slice,
+    fresh,
+    FORM: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """out[slice, ..., D] += the sums of the columns of U over the slice's rows of a chunk, for the bias.
+
+    A kernel of its own: if tiles of U were also read by threads, the loop of `accumulate_kernel` would have one buffer
+    less, and copies would overwrite what tensor cores still read.
+    """
+    number = out.dtype.element_ty
+    f = first + tl.program_id(0) * BM + tl.arange(0, BM)
+    slice_index = tl.program_id(1).to(tl.int64)
+    begin = slice_index * rows_per_slice
+    count = tl.minimum(begin + rows_per_slice, rows) - begin
+    r = tl.arange(0, BK)
+    tile = r[:, None] * u_row + f[None, :]
+    U += begin * u_row
+    total = tl.zeros((BM,), number)
+    for row in range(0, count, BK):
+        inside = (r < count - row)[:, None] & (f < F)[None, :]
+        u = tl.load(U + tile, mask=inside, other=0.0).to(number)
+        if FORM == "split":
+            u += tl.load(U + u_plane + tile, mask=inside, other=0.0).to(number)
+        total += tl.sum(u, 0)
+        U += BK * u_row
+    where = out + slice_index * filters * o_row + (f % filters).to(tl.int64) * o_row + (f // filters) * half + D
+    total += tl.load(where, mask=(f < F) & (fresh == 0), other=0.0)
+    tl.store(where, total, mask=f < F)
+
+
+SUMMED_COLUMNS, SUMMED_ROWS, SUMMED_WARPS = (64, 128, 4) if INTERPRETED else (32, 64, 4)
 
 
 def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
@@ -211,38 +246,52 @@ def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
     return 1, torch.float64 if stored == torch.float64 else torch.float32
 
 
-def accumulate_launch(
+def accumulate_launches(
     X: Tensor,  # (N, D)
     U: Tensor,  # (planes, chunk, padded columns)
     out: Tensor,  # (slices, filters, ...)
     chunk: tuple[int, int],
     columns: int,
     half: int,
-    bias: int,
+    biased: range,
     per_slice: int,
     form: str,
     far: bool,
     config: Config,
-) -> Launch:
-    """Return the launch that adds U^T X over a chunk of rows to every slice of `out`."""
+) -> list[Launch]:
+    """Return the launches that add U^T X over a chunk of rows to every slice of `out`, and sums of columns of U.
+
+    Column f belongs to row f % filters of `out`; from column `filters` on, to its second half. The sums of the columns
+    `biased` go behind their halves.
+    """
     _, filters, o_row = out.shape
     D = X.shape[1]
     # The last chunk may have fewer rows, and then no rows for the last slices.
     slices = triton.cdiv(chunk[1] - chunk[0], per_slice)
+    common = dict(
+        U=U, out=out, D=D, filters=filters, u_plane=U.stride(0), u_row=U.stride(1), o_row=o_row, half=half,
+        rows_per_slice=per_slice, fresh=int(chunk[0] == 0), FORM=form,
+    )  # fmt: skip
     arguments = dict(
-        X=X, U=U, out=out, begin=chunk[0], end=chunk[1], D=D, F=columns, filters=filters, x_row=X.stride(0),
-        x_column=X.stride(1), u_plane=U.stride(0), u_row=U.stride(1), o_row=o_row, half=half, rows_per_slice=per_slice,
-        fresh=int(chunk[0] == 0), BIAS=bias, FORM=form, FAR=far, BM=config.filters, BD=config.rows, BK=config.depth,
+        common, X=X, begin=chunk[0], end=chunk[1], F=columns, x_row=X.stride(0), x_column=X.stride(1), FAR=far,
+        BM=config.filters, BD=config.rows, BK=config.depth,
     )  # fmt: skip
     grid = (max(1, triton.cdiv(D, config.rows)), triton.cdiv(columns, config.filters), slices)
     work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
-    return Launch(
-        "wide, accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label
-    )
+    launches = [
+        Launch("wide, accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label)
+    ]
+    if biased:
+        arguments = dict(
+            common, rows=chunk[1] - chunk[0], F=biased.stop, first=biased.start, BM=SUMMED_COLUMNS, BK=SUMMED_ROWS
+        )
+        grid = (triton.cdiv(len(biased), SUMMED_COLUMNS), slices)
+        launches.append(Launch("wide, bias", column_sums_kernel, grid, arguments, SUMMED_WARPS))
+    return launches
 
 
 def slices_of(X: Tensor, rows: int, columns: int, config: Config, device: Device) -> tuple[int, int]:
-    """Return the rows per slice and the number of slices of `accumulate_launch`."""
+    """Return the rows per slice and the number of slices of `accumulate_launches`."""
     tiles = max(1, triton.cdiv(X.shape[1], config.rows)) * triton.cdiv(columns, config.filters)
     return launch.share_rows(rows, tiles, config.depth, device)
 
@@ -262,7 +311,7 @@ def plan(
     form = product_form(X.dtype, options.arithmetic, device)
     across = is_by_single_multiplications(form, device)
     far = any(launch.is_far((256, max(D, F)), tensor.stride()) for tensor in (X, C))
-    split, parts = split_launch(V[:, :D], form, X.dtype, across)
+    split, parts = split_launch(V, form, X.dtype, across, range(D))
     planes, dtype = product_storage(form, X.dtype)
     block = max(project.rows, accumulate.depth)
     most = options.scratch_bytes // (planes * dtype.itemsize * padded(F))
@@ -284,7 +333,7 @@ def plan(
         work = (PRODUCTS[form] * project.rows * project.filters * project.depth,)
         launches += [
             Launch(name, project_kernel, grid, arguments, project.warps, project.stages, work, project.label),
-            accumulate_launch(X, U, out, (begin, end), F, 0, int(bias), per_slice, form, far, accumulate),
+            *accumulate_launches(X, U, out, (begin, end), F, 0, range(F * bias), per_slice, form, far, accumulate),
         ]
     return launch.summed(launches, out)
 

@@ -181,7 +181,7 @@ def split_tile(V, planes, plane, v_row, v_column, f, d, F, D, pitch, less, LESS:
 
 @triton.jit
 def split_kernel(
-    V,  # (F, at least D)
+    V,  # (F, ...), of which D columns from `first` on count
     planes,  # (planes, F, pitch); if ACROSS, (planes, D, pitch)
     F,
     D,
@@ -189,6 +189,7 @@ def split_kernel(
     v_column,
     plane,
     pitch,
+    first,
     less,
     LESS: tl.constexpr,
     FORM: tl.constexpr,
@@ -199,7 +200,7 @@ def split_kernel(
     """planes = the parts of V, or of V less what is `less` entries before it."""
     f = tl.program_id(0) * BF + tl.arange(0, BF)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    split_tile(V, planes, plane, v_row, v_column, f, d, F, D, pitch, less, LESS, FORM, ACROSS)
+    split_tile(V + first, planes, plane, v_row, v_column, f, d, F, D, pitch, less, LESS, FORM, ACROSS)
 
 
 SPLIT_FILTERS, SPLIT_COLUMNS, SPLIT_WARPS = (64, 128, 4) if INTERPRETED else (8, 64, 4)
@@ -211,25 +212,26 @@ def padded(size: int) -> int:
 
 
 def split_launch(
-    V: Tensor,  # (F, D), a block of columns of all vectors
+    V: Tensor,  # (F, ...), contiguous rows
     form: str,
     stored: torch.dtype,
     across: bool,
+    columns: range,  # those to split
     less: int = 0,
 ) -> tuple[Launch, Tensor]:
-    """Return the launch that splits vectors into planes, and the planes: (planes, F, D) with padded rows.
+    """Return the launch that splits D columns of vectors into planes, and the planes: (planes, F, D), padded rows.
 
-    If `across`, filters are contiguous: (planes, D, F). With `less`, the entries that are so many before V are
+    If `across`, filters are contiguous: (planes, D, F). With `less`, the columns that are so many before these are
     subtracted first.
     """
-    F, D = V.shape
+    F, D = len(V), len(columns)
     count, dtype = plane_storage(form, stored)
-    rows, columns = (D, F) if across else (F, D)
-    planes = V.new_empty(count, rows, padded(columns), dtype=dtype)
+    rows, entries = (D, F) if across else (F, D)
+    planes = V.new_empty(count, rows, padded(entries), dtype=dtype)
     grid = (triton.cdiv(F, SPLIT_FILTERS), max(1, triton.cdiv(padded(D), SPLIT_COLUMNS)))
     arguments = dict(
         V=V, planes=planes, F=F, D=D, v_row=V.stride(0), v_column=V.stride(1), plane=planes.stride(0),
-        pitch=planes.stride(1), less=less, LESS=less > 0, FORM=form, ACROSS=across,
+        pitch=planes.stride(1), first=columns.start, less=less, LESS=less > 0, FORM=form, ACROSS=across,
         BF=SPLIT_FILTERS, BD=SPLIT_COLUMNS,
     )  # fmt: skip
     return Launch("split", split_kernel, grid, arguments, SPLIT_WARPS), planes
