@@ -327,7 +327,7 @@ def plan(
 
 def _table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
     identities = (_identity(layer, V) for layer, V in zip(layers, vectors, strict=True))
-    where = layers[0].X.device
+    where = _device_of(layers[0])
     key = (config, where, layers[0].X.dtype, current().arithmetic, *identities)
     is_captured = where.type == "cuda" and torch.cuda.is_current_stream_capturing()
     with _TABLES_LOCK:
@@ -349,6 +349,10 @@ def _table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedC
         # Once the table is evicted, its memory is not used again before this stream has read it.
         table.entries.record_stream(torch.cuda.current_stream(where))
     return table
+
+
+def _device_of(layer: Member) -> torch.device:
+    return layer.X.device
 
 
 def _identity(layer: Member, V: Tensor) -> Hashable:

@@ -285,8 +285,8 @@ def accumulate_launches(
         arguments = dict(
             common, rows=chunk[1] - chunk[0], F=biased.stop, first=biased.start, BM=SUMMED_COLUMNS, BK=SUMMED_ROWS
         )
-        grid = (triton.cdiv(len(biased), SUMMED_COLUMNS), slices)
-        launches.append(Launch("wide, bias", column_sums_kernel, grid, arguments, SUMMED_WARPS))
+        blocks = triton.cdiv(len(biased), SUMMED_COLUMNS)
+        launches.append(Launch("wide, bias", column_sums_kernel, (blocks, slices), arguments, SUMMED_WARPS))
     return launches
 
 

@@ -10,8 +10,10 @@ from torch import Tensor
 from s3d_fast.backends.interface import Backend
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base import require
+from s3d_fast.base.dtypes import compute_dtype
 from s3d_fast.kernels import (
     curvature,
+    dense,
     edgeconv,
     gated,
     grouped,
@@ -27,7 +29,10 @@ from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, Kry
 
 
 class TritonBackend(Backend):
-    """Kernels for NVIDIA and AMD. Dense matrices and eigenproblems, and all convolutions, are PyTorch's own."""
+    """Kernels for NVIDIA and AMD.
+
+    Dense matrices and their eigenproblems, convolutions, depthwise chains and channels of several layers use PyTorch.
+    """
 
     name = "triton"
     uses_incoming = True
@@ -82,10 +87,10 @@ class TritonBackend(Backend):
         return REFERENCE.depthwise_row_norms(X=X, d=d, weight=weight, stage=stage, bias=bias)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
-        return REFERENCE.splitting_matrices(X=X, C=C, bias=bias)
+        return dense.splitting_matrices(X=X, C=C, bias=bias, dtype=compute_dtype(X.dtype))
 
     def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
-        REFERENCE.add_splitting_matrices(S=S, X=X, C=C, bias=bias, weight=weight)
+        S.add_(self.splitting_matrices(X=X, C=C, bias=bias), alpha=weight)
 
     def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return REFERENCE.conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)

@@ -11,6 +11,7 @@ from itertools import chain, cycle, product
 
 import pytest
 import torch
+import triton
 
 from s3d_fast.backends import operations
 from s3d_fast.kernels import configs, device, launch, pointwise, pointwise_wide
@@ -216,6 +217,43 @@ def test_nothing_is_timed_without_tuning(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(launch, "_seconds", lambda call: pytest.fail("timed"))
     X, C = RowsCase(30, 17, 4).tensors()
     assert_matvec(X, C, random_vectors(4, 17))
+
+
+def test_a_configuration_that_does_not_launch_is_left_out_of_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_TUNED", {})
+    result = torch.ones(1)
+
+    def make(candidate: str) -> launch.Plan:
+        if candidate != "good":
+            raise triton.runtime.errors.OutOfResources(300000, 166912, "shared memory")
+        return launch.Plan([], result)
+
+    with triton_options(tune=True):
+        assert launch.choose("key", ["too large", "good", "too large as well"], make) is result
+        with pytest.raises(RuntimeError, match="no configuration of the kernel launches"):
+            launch.choose("other", ["too large", "too large as well"], make)
+
+
+def test_three_tf32_products_are_nearly_as_exact_as_float32() -> None:
+    case = RowsCase(600, 60, 20, torch.float32)
+    X, C, V = *case.tensors(), case.vectors()
+    errors = {}
+    for precision in ("highest", "high", "medium"):
+        with triton_options(precision=precision):
+            errors[precision] = relative_error(matvec(X, C, V), reference.splitting_matvec(*doubles(X, C, V)))
+    assert errors["high"] < 1e-6
+    assert errors["medium"] > 1e-4
+
+
+@every_family
+def test_float16_rows_do_not_overflow_at_medium_precision(family: str) -> None:
+    X, C = (200 * tensor for tensor in RowsCase(130, 40, 6).tensors())
+    V = random_vectors(6, 40).float()
+    assert ((X @ V.double().mT) * C).abs().max() > torch.finfo(torch.float16).max
+    with triton_options(precision="medium"):
+        found = FAMILIES[family](X.half(), C.half(), V, False)
+    expected = reference.splitting_matvec(*doubles(X.half(), C.half(), V), False)
+    assert relative_error(found, expected) < 2.0**-9
 
 
 def test_a_device_that_no_configuration_fits_is_an_error() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from s3d_fast.backends.choice import choose
 from s3d_fast.kernels import configs, grouped, launch, pointwise, pointwise_wide
+from s3d_fast.kernels.device import INTERPRETER
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.maths import reference
@@ -256,3 +257,42 @@ def test_wide_and_transposed_layers_go_through_their_own_kernels(monkeypatch: py
     X, C, V, bias = layer_of(RowsCase(9, 4, 3))
     assert_products([(X, C, V, bias), (X.mT.contiguous().mT, C, V, bias), layer_of(RowsCase(9, 260, 3))])
     assert (len(together), len(alone), len(wide)) == (1, 1, 1)
+
+
+class Cuda:
+    """CPU tensors that say they are on a GPU, and a stream that may be capturing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_capturing = False
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+        self.device = torch.device("cuda", 0)
+
+    def table_of(self, layers: Sequence[Layer]) -> grouped.Table:
+        """Return the table of these layers, as if they were on the GPU."""
+        members = [grouped.Member(*layer) for layer in layers]
+        config = configs.GROUPED["interpreter", "fp64"][0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grouped, "_on_device", lambda table, where: table)
+            patch.setattr(grouped, "_device_of", lambda layer: self.device)
+            return grouped._table(members, [member.V for member in members], config, INTERPRETER)
+
+
+def test_a_graph_captures_what_another_stream_has_warmed_up_and_keeps_its_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(monkeypatch)
+    lists = [[layer_of(RowsCase(5, 3, 2), seed)] for seed in range(grouped.MOST_TABLES + 2)]
+    cuda.is_capturing = True
+    with pytest.raises(RuntimeError, match="once with these tensors before a CUDA graph captures it"):
+        cuda.table_of(lists[0])
+    cuda.is_capturing = False
+    warm = cuda.table_of(lists[0])
+    cuda.is_capturing = True
+    assert cuda.table_of(lists[0]) is warm
+    cuda.is_capturing = False
+    for layers in lists[1:]:
+        cuda.table_of(layers)
+    assert cuda.table_of(lists[0]) is warm
+    assert len(grouped._TABLES) <= grouped.MOST_TABLES
