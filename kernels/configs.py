@@ -44,10 +44,12 @@ class Config:
         own = power_of_two(filters, 16, self.filters)
         if own == self.filters or form == "ieee":
             return replace(self, filters=own)
-        # Every warp needs its own part of both products.
+        # Every warp needs its own part of both products. With fewer warps, each thread holds a larger part of a tile of
+        # rows; with 64 filters, four warps would multiply together (wgmma) and spill.
         if form not in ("split", "rounded"):
+            own = min(own, 32)
             return replace(self, rows=16, filters=own, warps=own // (16 if self.depth == 16 else 8), turned=False)
-        # With fewer warps, each thread holds a larger part of a tile of rows.
+        own = min(own, 32) if self.depth == 256 else own
         rows = 16 if self.depth >= 128 else min(32, self.rows)
         return replace(self, rows=rows, filters=own, warps=max(1, self.warps * own // self.filters))
 
