@@ -50,7 +50,7 @@ class Config:
             own = min(own, 32)
             return replace(self, rows=16, filters=own, warps=own // (16 if self.depth == 16 else 8), turned=False)
         own = min(own, 32) if self.depth == 256 else own
-        rows = 16 if self.depth >= 128 else min(32, self.rows)
+        rows = 16 if self.depth >= 64 else min(32, self.rows)
         return replace(self, rows=rows, filters=own, warps=max(1, self.warps * own // self.filters))
 
     def for_two_products(self) -> Config:
@@ -60,6 +60,13 @@ class Config:
     def for_gathers(self) -> Config:
         """Return this configuration of launch 1 of `pointwise_wide` with tiles small enough for EdgeConv's epilogue."""
         return replace(self, filters=min(32, self.filters))
+
+    def for_bias(self, form: str) -> Config:
+        """Return this configuration of launch 2 of `pointwise_wide` for rows of sums that a bias makes unaligned."""
+        if form in ("split", "rounded"):
+            return self
+        warps = self.warps if form == "ieee" else min(self.warps, self.filters // 16)
+        return replace(self, rows=max(32, self.rows // 2), warps=warps)
 
     def for_inputs(self, inputs: int) -> Config:
         """Return this configuration of launch 2 of `pointwise_wide` with smaller tiles for few inputs."""

@@ -233,8 +233,8 @@ def plan(
     """Return the launches for contiguous vectors."""
     (clouds, points, F), M, L = X.shape, C.shape[2], len(V)
     R, K = clouds * points, 1 if L == M else 2
-    product, sums = pair[0].for_gathers(), pair[1].for_inputs(X.shape[2])
     form = product_form(X.dtype, options.arithmetic, device)
+    product, sums = pair[0].for_gathers(), (pair[1].for_bias(form) if bias else pair[1]).for_inputs(F)
     across = is_by_single_multiplications(form, device)
     rows, coefficients = X.reshape(R, F), C.reshape(R, M)
     runners = incoming if ties is None or ties.incoming is None else ties.incoming

@@ -270,8 +270,8 @@ def wide_plan(
 ) -> Plan:
     """Return the launches for rows of any width and contiguous vectors V (F, 2 (D (+ 1)))."""
     (N, D), F = X.shape, len(V)
-    project, accumulate = pair[0].for_two_products(), pair[1]
     form = product_form(X.dtype, options.arithmetic, device)
+    project, accumulate = pair[0].for_two_products(), pair[1].for_bias(form) if bias else pair[1]
     splits, common = _common(X, c, V, form, is_by_single_multiplications(form, device), bias)
     planes, dtype = product_storage(form, X.dtype)
     block = max(project.rows, accumulate.depth)

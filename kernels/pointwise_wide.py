@@ -307,8 +307,8 @@ def plan(
 ) -> Plan:
     """Return the launches for rows of any width and contiguous vectors V (F, D (+ 1))."""
     (N, D), F, M = X.shape, len(V), C.shape[1]
-    project, accumulate = pair
     form = product_form(X.dtype, options.arithmetic, device)
+    project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
     across = is_by_single_multiplications(form, device)
     far = any(launch.is_far((256, max(D, F)), tensor.stride()) for tensor in (X, C))
     split, parts = split_launch(V, form, X.dtype, across, range(D))
