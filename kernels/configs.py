@@ -18,6 +18,7 @@ from s3d_fast.kernels.launch import power_of_two
 from s3d_fast.kernels.products import plane_storage
 
 WIDTHS = (16, 32, 64, 128, 256)
+AMD_SHARED_MEMORY = 65536
 
 
 @dataclass(frozen=True)
@@ -448,9 +449,9 @@ def _bound(device: Device, kept: Sequence[int], buffered: Sequence[int], stages:
     `buffered` tiles are loaded ahead: while the program works on one stage, the others are loaded. After the loop, the
     result (`epilogue`) takes the place of the tiles. On AMD, tiles that are kept also take each other's place.
     """
-    if device.vendor == "amd":
-        return max([*kept, (stages - 1) * sum(buffered), epilogue])
-    return max(sum(kept) + stages * sum(buffered), epilogue)
+    bound = max(sum(kept) + stages * sum(buffered), epilogue)
+    # Every AMD GPU has the same, and the compile check shows that all configurations fit.
+    return min(bound, AMD_SHARED_MEMORY) if device.vendor == "amd" else bound
 
 
 def _copies(tile: int, device: Device, form: str, stored: torch.dtype) -> int:
