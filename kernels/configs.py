@@ -64,7 +64,7 @@ class Config:
 
     def for_bias(self, form: str) -> Config:
         """Return this configuration of launch 2 of `pointwise_wide` for rows of sums that a bias makes unaligned."""
-        if form in ("split", "rounded"):
+        if form == "split":
             return self
         warps = self.warps if form == "ieee" else min(self.warps, self.filters // 16)
         return replace(self, rows=max(32, self.rows // 2), warps=warps)
@@ -110,7 +110,7 @@ def arithmetic(form: str, stored: torch.dtype) -> str:
         return "fp64"
     if form in ("split", "rounded"):
         return "bf16"
-    if form == "widened" or (form == "ieee" and stored != torch.float32):
+    if stored == torch.float16:
         return "widened"
     return "fp32" if form == "ieee" else form
 
@@ -317,6 +317,7 @@ GROUPED_UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "tf32x3"): (GroupedConfig(((64, 64, FLAT), (32, 64), (32, 32, FLAT)), 4, 2, 2),),
     ("nvidia", "widened"): (GroupedConfig(((32, 64), (32, 64), (16, 64)), 4, 2, 2),),
     ("amd", "fp32"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
+    ("amd", "fp64"): (GroupedConfig(((16, 16),) * 4, 4, 2, 1),),
 }
 # (project, accumulate), as in `pointwise_wide`. In the second, `rows` counts columns of X and `depth` counts rows.
 WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
