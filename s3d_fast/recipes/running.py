@@ -81,7 +81,18 @@ def _about(job: Job, resume: bool) -> dict[str, Any]:
 
 
 # What settings were before they could be set.
-BEFORE = {"curvature": "paper", "rows_per_sample": 0}
+BEFORE = {
+    "curvature": "paper",
+    "rows_per_sample": 0,
+    "schedule_over": "phase",
+    "theorem": "true",
+    "threshold": 0.0,
+    "relax": False,
+    "solver": "auto",
+    "prune_to": 0.5,
+    "penalty": 1e-4,
+    "width_multiplier": 1.0,
+}
 
 
 def _fixed(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,3 +185,13 @@ def test_every_selection_of_the_paper_has_settings(name: str) -> None:
 def test_bad_selections(settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"knapsack|relax|m must|theorem"):
         SMALL.with_settings(settings)
+
+
+def test_a_run_from_before_these_settings_resumes(grown: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(grown, folder)
+    about = json.loads((folder / "run.json").read_text())
+    for name in ("schedule_over", "theorem", "threshold", "relax", "solver", "prune_to", "penalty", "width_multiplier"):
+        del about["settings"][name]
+    (folder / "run.json").write_text(json.dumps(about))
+    assert len(run(job("s3d", folder), resume=True)) == 3
