@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": "overlay runs in one report",
     "visualize": "draw filters before and after splitting, by guided backpropagation",
     "rbf": "the paper's toy experiment: RBF networks grown by S2D and S3D",
+    "theorems": "Theorems 4 and 5 of the paper: what they guarantee, and what happens",
     "env": "show which backends are available here, and why the others are not",
 }
 INTERRUPTED = 130
