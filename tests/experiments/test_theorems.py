@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
@@ -153,6 +154,20 @@ def test_c_bounds_the_third_derivative_along_splits(case: Case) -> None:
     for share in (0.1, 0.5, 1.0):
         third = derivative(loss, 3, share * promise.eps)
         assert abs(third) <= 6 * promise.C
+
+
+def test_c_is_of_the_size_of_the_third_derivative_where_act_has_its_largest() -> None:
+    # One sample at the largest |act'''|, and a step so small that only the first term of C counts. The negative pair,
+    # weights -1 and 2 with offsets 1 and 1/2, has |sum w_k delta_k^3| = 3/4, where C has room for c = 3.
+    x = torch.ones(1, 1, dtype=torch.float64)
+    steepest = torch.full_like(x, math.log(2 - math.sqrt(3)))
+    data = Data(x, SOFTPLUS.act(steepest)[0] - 100)
+    network = Network(SOFTPLUS, data, steepest, x[0])
+    promise = theorems.guarantee(Case(SOFTPLUS, 2), data, network.loss, replace(SMALL, target=1e-9))
+    S = network.splitting_matrix(0)
+    copies = optimal_split(S[0, 0], x[0], S[0, 0], x[0], 2, WEIGHT_BOUND)
+    third = derivative(loss_along_a_split(network, 0, copies.weights, copies.offsets), 3, 0.0)
+    assert abs(third) == pytest.approx(6 * promise.C / 4, rel=1e-3)
 
 
 @each_case
