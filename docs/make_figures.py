@@ -1,4 +1,4 @@
-"""Draw the figures of docs/benchmarks.md and docs/results.md from their numbers: python docs/make_figures.py."""
+"""Draw the figures of docs/benchmarks.md, results.md and math.md from their numbers: python docs/make_figures.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 import statistics
 from pathlib import Path
 
-from s3d_fast.report import scales
+from s3d_fast.experiments.theorem_records import TheoremRecord
+from s3d_fast.report import scales, theorem_figure
 from s3d_fast.report.figures import method_styles
 from s3d_fast.report.plot import Band, Box, Guide, Line, Mark, Note, Plot, Point, Style, beside
 
@@ -27,7 +28,9 @@ def figures() -> dict[str, str]:
     """Return the SVG of every figure by the name of its file."""
     tables = benchmark_tables((DOCS / "benchmarks.md").read_text())
     runs = json.loads((DOCS / "results.json").read_text())["runs"]
+    proofs = [TheoremRecord(**one) for one in json.loads((DOCS / "theorems.json").read_text())]
     return {
+        "theorems.svg": beside(theorem_figure(proofs).plots),
         "benchmarks.svg": beside(
             [
                 _bars(tables, ("reference",), "Times as fast as plain PyTorch", "blue"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kept_table import section
+from s3d_fast.experiments.theorem_records import TheoremRecord, theorem_table
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -73,6 +74,13 @@ def test_the_tables_of_what_is_kept_show_their_record() -> None:
     record = json.loads((ROOT / "docs" / "kept.json").read_text())
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert page.endswith(section(record)), "append the output of python -m benchmarks.kept_table docs/kept.json"
+
+
+def test_the_table_of_the_theorems_shows_its_record() -> None:
+    records = [TheoremRecord(**one) for one in json.loads((ROOT / "docs" / "theorems.json").read_text())]
+    page = (ROOT / "docs" / "math.md").read_text()
+    for row in theorem_table(records):
+        assert f"| {' | '.join(row)} |\n" in page, "copy docs/theorems.json and its table from s3d-fast theorems"
 
 
 def test_the_picture_of_growth_comes_from_the_commands_that_it_names() -> None:

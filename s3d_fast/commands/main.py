@@ -22,6 +22,7 @@ COMMANDS = {
     "table": "run the rows of one of the paper's tables, beside its figures",
     "visualize": "draw filters before and after splitting, by guided backpropagation",
     "rbf": "the paper's toy experiment: RBF networks grown by S2D and S3D",
+    "theorems": "Theorems 4 and 5 of the paper: what they guarantee, and what happens",
     "env": "show which backends are available here, and why the others are not",
 }
 INTERRUPTED = 130

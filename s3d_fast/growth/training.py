@@ -63,9 +63,9 @@ class EpochTrainer:
         sync_batchnorm: bool = False,
         progress: bool = False,
     ) -> None:
-        for number in [epochs] if isinstance(epochs, int) else epochs:
+        for number in epochs if isinstance(epochs, (tuple, list)) else [epochs]:
             require.count("epochs", number)
-        if not isinstance(epochs, int) and not epochs:
+        if isinstance(epochs, (tuple, list)) and not epochs:
             raise ValueError("epochs must hold at least one number, got none")
         require.choice("precision", precision, ("auto", *PRECISIONS))
         self.loader, self.loss_fn, self.epochs = loader, loss_fn, epochs

@@ -7,6 +7,7 @@ from s3d_fast.report.comparison import comparison_table
 from s3d_fast.report.drawing import require_matplotlib
 from s3d_fast.report.html import write_comparison, write_report
 from s3d_fast.report.rbf_panels import rbf_figure
+from s3d_fast.report.theorem_panels import theorem_figure
 
 __all__ = [
     "PhaseRecord",
@@ -17,6 +18,7 @@ __all__ = [
     "read_run",
     "read_spectra",
     "require_matplotlib",
+    "theorem_figure",
     "write_comparison",
     "write_report",
 ]

@@ -41,6 +41,28 @@ def test_rbf_prints_a_table_and_draws_the_figure(tmp_path: Path, capsys: pytest.
     assert all(len(stage["loss"]) == 3 for record in records for stage in record["stages"])
 
 
+def test_theorems_prints_a_table_and_draws_the_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "theorems"
+    small = ["--dimension", "2", "--samples", "3", "--target", "0.5"]
+    assert main(["theorems", *small, "--out", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert (folder / "theorems.txt").read_text().strip() in out
+    records = json.loads((folder / "theorems.json").read_text())
+    assert [(one["unit"], one["m"]) for one in records] == [
+        (u, m) for u in ("quadratic", "softplus") for m in (4, 3, 2)
+    ]
+    assert all(0 < one["splits"] <= one["bound"] for one in records)
+    picture = (folder / "theorems.svg").read_text()
+    assert picture.startswith("<svg")
+    assert f"at most T = {records[-1]['bound']:,}" in picture
+
+
+def test_theorems_refuses_data_that_they_say_nothing_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["theorems", "--dimension", "2", "--samples", "4", "--out", str(tmp_path / "new")]) == 2
+    assert "samples must be at most d (d + 1) / 2 = 3" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_bad_settings_end_with_a_message_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rbf"
     assert main(["rbf", "--neurons", "3", "--out", str(out)]) == 2
