@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_pointnet2_has_the_size_of_its_layers() -> None:
     model = PointNet2().eval()
     levels = [(3, 64, 64, 128), (131, 128, 128, 256), (259, 256, 512, 1024)]
     positions = [512 * 32, 128 * 64, 128]
-    products = [[a * b for a, b in zip(widths[:-1], widths[1:], strict=True)] for widths in levels]
+    products = [[a * b for a, b in itertools.pairwise(widths)] for widths in levels]
     head = 1024 * 512 + 512 * 256 + 256 * 40
     norms = 2 * (sum(sum(widths[1:]) for widths in levels) + 512 + 256)
     cost = s3d.count(s3d.trace(model, torch.zeros(1, 1024, 3)))
