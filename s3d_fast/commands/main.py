@@ -18,6 +18,7 @@ COMMANDS = {
     "recipes": "list the recipes",
     "report": "draw the report of a run",
     "inspect": "show which layers of a saved network can be split, and their spectra",
+    "time": "time forward passes of networks, side by side",
     "compare": "overlay runs in one report",
     "visualize": "draw filters before and after splitting, by guided backpropagation",
     "rbf": "the paper's toy experiment: RBF networks grown by S2D and S3D",
