@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from s3d_fast.base.tables import text_table
-from s3d_fast.kernels import edgeconv, grouped, launch, pointwise_wide
+from s3d_fast.kernels import configs, grouped, launch, pointwise_wide
 from s3d_fast.kernels.compiled import TARGETS, Target
 from s3d_fast.kernels.grouped import Member
 from s3d_fast.kernels.products import product_form
@@ -139,18 +139,18 @@ class Fused:
         """Return the work of one grouped launch and of the launch that adds up its slices."""
         if not cases:
             return Work()
-        config = grouped.configs(self.target.device, self.form, self.stored, True)[0]
+        config = configs.grouped(self.target.device, self.form, self.stored)[0]
         layers = [_meta_layer(case, self.stored) for case in cases]
         plan = grouped.make_table(layers, [layer.V for layer in layers], config, self.target.device)
         flops = moved = cached = 0.0
         for case in cases:
             width = launch.power_of_two(case.D, 16, 256)
-            _, filters = config.tiles[grouped.WIDTHS.index(width)]
+            filters = config.configs[configs.WIDTHS.index(width)].filters
             blocks = math.ceil(case.M / filters)
             flops += 4 * case.N * width * blocks * filters * self.parts
             moved += case.N * (case.D + case.M) * self.stored.itemsize + 4 * case.M * case.D
             cached += blocks * case.N * case.D * self.stored.itemsize
-        # Programs are persistent and tiles are equal work, so only the last round of tiles leaves programs idle.
+        # Tiles are equal work, so only the last round of tiles leaves processors idle.
         programs = self.target.device.processors * config.per_processor
         rounds = math.ceil(plan.tiles / programs)
         busy = Busy(plan.tiles / (rounds * programs), min(1, plan.tiles / programs))
@@ -160,10 +160,8 @@ class Fused:
     def wide(self, case: RowsCase) -> Work:
         """Return the work of a layer with more than 256 inputs: two launches and the sum of their slices."""
         device, size = self.target.device, self.stored.itemsize
-        project, accumulate = pointwise_wide.configs(device, self.form, self.stored, True)[0]
-        name = "wide, project"
-        if case.N <= pointwise_wide.FEW_ROWS:
-            project, name = pointwise_wide.FEW_ROWS_CONFIG, "wide, project, few rows"
+        project, accumulate = configs.wide(device, self.form, self.stored, case.N)[0]
+        name = "wide, project" + ", few rows" * (case.N <= configs.FEW_ROWS)
         planes, product_dtype = pointwise_wide.product_storage(self.form, self.stored)
         product_bytes = planes * product_dtype.itemsize * case.N * case.M
         flops = 2 * case.N * case.D * case.M * self.parts
@@ -185,7 +183,8 @@ class Fused:
     def edges(self, case: EdgeCase) -> Work:
         """Return the work of an EdgeConv layer: four launches and the sum of their slices."""
         rows, size = case.B * case.P, self.stored.itemsize
-        product, sums = edgeconv.configs(self.target.device, self.form, self.stored)[0]
+        pair = configs.wide(self.target.device, self.form, self.stored, rows)[0]
+        product, sums = pair[0].for_gathers(), pair[1].for_inputs(case.F)
         X, C, V, L = rows * case.F * size, rows * case.M * size, 8 * case.M * case.F, 4 * rows * case.M
         flops = 2 * rows * case.F * case.M * self.parts
         programs = math.ceil(rows / product.rows) * math.ceil(case.M / product.filters)
@@ -194,11 +193,11 @@ class Fused:
         # Reading P at the winners hits the cache: a cloud's part of P is small. Winners take 4 bytes, like a product.
         second = kernel(self.gpu, self.dtype, flops, X + V + L + C + L + L, L, busy)
         # order and start take 4 bytes each; reading t in this order hits the cache.
-        third = kernel(self.gpu, "fp32", rows * case.M, 4 * L, L)
-        tiles = math.ceil(case.F / sums.depth) * math.ceil(case.M / sums.filters)
-        _, slices = launch.share_rows(rows, tiles, sums.rows, self.target.device)
-        busy = self.table.busy(self.gpu, self.dtype, "edgeconv, sums", tiles * slices, sums.warps)
-        cached = math.ceil(case.F / sums.depth) * 2 * L
+        third = kernel(self.gpu, "fp32", rows * case.M, 5 * L, L)
+        tiles = math.ceil(case.F / sums.rows) * math.ceil(2 * case.M / sums.filters)
+        _, slices = launch.share_rows(rows, tiles, sums.depth, self.target.device)
+        busy = self.table.busy(self.gpu, self.dtype, "wide, accumulate", tiles * slices, sums.warps)
+        cached = math.ceil(case.F / sums.rows) * 2 * L
         fourth = kernel(self.gpu, self.dtype, 2 * flops, X + 2 * L + slices * V, cached, busy)
         return first + second + third + fourth + kernel(self.gpu, "fp32", slices * V / 4, (slices + 1) * V)
 

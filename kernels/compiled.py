@@ -1,21 +1,26 @@
-"""Compile a kernel without a GPU, and count its registers, spilled bytes and instructions."""
+"""Compile a launch without a GPU, and count what its code uses: registers, spilled bytes, instructions, its loops."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
+from s3d_fast.kernels import loops
 from s3d_fast.kernels.device import Device
+from s3d_fast.kernels.launch import Launch
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,10 @@ TARGETS = {
     target.name: target
     for target in (
         Target("sm_80", "A100", GPUTarget("cuda", 80, 32), Device("nvidia", 108, 166912, True)),
-        Target("sm_90", "H100", GPUTarget("cuda", 90, 32), Device("nvidia", 132, 232448, True)),
+        Target("sm_90", "H100", GPUTarget("cuda", 90, 32), Device("nvidia", 132, 232448, True, True)),
         Target("gfx942", "MI300X", GPUTarget("hip", "gfx942", 64), Device("amd", 304, 65536, True)),
     )
 }
-
-# The names of tensor-core instructions in the three instruction sets.
-TENSOR_CORE = {"sm_80": r"\bHMMA", "sm_90": r"\bH(?:G)?MMA", "gfx942": r"\bv_mfma"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class Compiled:
     spills: int  # bytes of local memory per thread, including the stack
     tensor_core: int  # instructions
     instructions: int
+    loop_instructions: int  # of all main loops
+    loop_barriers: int  # of the main loop that has the most
+    multiplies: bool  # whether it has a product
+    overhead: float  # the tensor-core work of a pass of the loops over the work that the tile needs
+    serialized: bool  # whether the assembler waits for every wgmma
+    unwaited: bool  # whether a copy can overwrite what a wgmma still reads
     fingerprint: str  # of what was compiled
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,75 +70,90 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class KernelSource:
-    """A kernel and everything its compilation depends on."""
+class Specialized:
+    """What Triton compiles for a launch: the types, constants and alignment that it sees in the arguments."""
 
-    name: str
-    function: triton.JITFunction
-    dtype: str
-    config: str
-    types: Mapping[str, str]  # of arguments that are not i32
-    constants: Mapping[str, Any]
-    aligned: Sequence[str]  # arguments that are multiples of 16
-    warps: int
-    stages: int
-    on_tensor_cores: bool
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
 
 
-def fingerprint(source: KernelSource, target: Target) -> str:
+def specialize(launch: Launch, target: Target) -> Specialized:
+    """Return what Triton compiles for these arguments on the target; its own code decides."""
+    assert isinstance(launch.kernel, triton.JITFunction), "TRITON_INTERPRET is set"
+    backend = make_backend(target.compiler)
+    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    bound, seen, _ = bind(**launch.arguments)
+    names = [parameter.name for parameter in launch.kernel.params]
+    signature = {name: kind for name, (kind, _) in zip(names, seen, strict=True)}
+    constants: dict[tuple[int, ...], Any] = {
+        (i,): bound[name] for i, name in enumerate(names) if signature[name] == "constexpr"
+    }
+    attributes: dict[tuple[int, ...], Any] = {
+        (i,): backend.parse_attr(key)
+        for i, (kind, key) in enumerate(seen)
+        if kind != "constexpr" and isinstance(key, str)
+    }
+    return Specialized(signature, constants, {place: value for place, value in attributes.items() if value})
+
+
+def fingerprint(launch: Launch, target: Target) -> str:
     """Return 16 hexadecimal digits that stand for everything the compiled code depends on.
 
     These are the source of the kernel with all functions it calls, the types, constants and alignment of its arguments,
     the compiler's options, the GPU, and Triton's version. Triton's own key of the source contains comments and the line
     where a function starts: an edit above a kernel changes the fingerprint, though not the code.
     """
-    assert isinstance(source.function, triton.JITFunction), "TRITON_INTERPRET is set"
-    arguments = [sorted(part.items()) for part in (*_arguments(source).values(), _options(source))]
+    seen = specialize(launch, target)
+    arguments = [list(seen.signature.items()), sorted(seen.constants.items()), sorted(seen.attributes.items())]
     gpu = (target.compiler.backend, target.compiler.arch, target.compiler.warp_size)
-    everything = repr((source.function.cache_key, arguments, gpu, triton.__version__))
+    everything = repr((launch.kernel.cache_key, arguments, launch.warps, launch.stages, gpu, triton.__version__))
     return hashlib.sha256(everything.encode()).hexdigest()[:16]
 
 
-def identity(source: KernelSource, target: Target) -> dict[str, str]:
-    """Return the fields of `Compiled` that are known without compiling."""
+def identity(launch: Launch, kind: str, target: Target) -> dict[str, str]:
+    """Return the fields of `Compiled` that are known without compiling; `kind` is the dtype of the rows."""
     return {
-        "kernel": source.name,
+        "kernel": launch.name,
         "target": target.name,
-        "dtype": source.dtype,
-        "config": source.config,
-        "fingerprint": fingerprint(source, target),
+        "dtype": kind,
+        "config": launch.label,
+        "fingerprint": fingerprint(launch, target),
     }
 
 
-def compile_source(source: KernelSource, target: Target) -> Compiled:
-    """Compile a kernel and return the resources it uses. Compiler errors are raised unchanged."""
-    ast = ASTSource(source.function, **_arguments(source))
-    kernel = triton.compile(ast, target=target.compiler, options=_options(source))
+def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
+    """Compile what a launch would run and return the resources it uses. Compiler errors are raised unchanged."""
+    seen = specialize(launch, target)
+    ast = ASTSource(launch.kernel, seen.signature, seen.constants, seen.attributes)
+    log = io.StringIO()
+    # What the assembler says of wgmma is only in its log, which a kernel from the cache does not have.
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        triton.knobs.compilation.always_compile = True
+        options = {"num_warps": launch.warps, "num_stages": launch.stages}
+        kernel = triton.compile(ast, target=target.compiler, options=options)
     read = _read_nvidia if target.compiler.backend == "cuda" else _read_amd
     registers, spills, listing = read(kernel.asm)
+    if target.compiler.backend == "cuda":
+        found = loops.ptx_loops(kernel.asm["ptx"], launch.warps)
+        listed = loops.sass_loops(listing)
+    else:
+        found = listed = loops.amd_loops(listing, launch.warps)
     return Compiled(
-        **identity(source, target),
+        **identity(launch, kind, target),
         registers=registers,
         shared_memory=kernel.metadata.shared,
         spills=spills,
-        tensor_core=len(re.findall(TENSOR_CORE[target.name], listing)),
+        tensor_core=len(re.findall(loops.TENSOR_CORE, listing)),
         instructions=len(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?[@A-Za-z][\w.@!]*\s.*", listing, re.M)),
+        loop_instructions=sum(loop.instructions for loop in listed),
+        loop_barriers=max((loop.barriers for loop in found), default=0),
+        multiplies=bool(launch.work),
+        overhead=round(loops.overhead(found, launch.work), 3),
+        serialized="wgmma.mma_async instructions are serialized" in log.getvalue(),
+        unwaited=bool(loops.unwaited_reads(kernel.asm["ttgir"])),
     )
-
-
-def _arguments(source: KernelSource) -> dict[str, dict[Any, Any]]:
-    names = source.function.arg_names
-    return {
-        "signature": {
-            name: "constexpr" if name in source.constants else source.types.get(name, "i32") for name in names
-        },
-        "constexprs": {(names.index(name),): value for name, value in source.constants.items()},
-        "attrs": {(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned},
-    }
-
-
-def _options(source: KernelSource) -> dict[str, int]:
-    return {"num_warps": source.warps, "num_stages": source.stages}
 
 
 def _read_nvidia(asm: Mapping[str, Any]) -> tuple[int, int, str]:

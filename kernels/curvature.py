@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import launch
+from s3d_fast.kernels.launch import Launch, Plan
 from s3d_fast.maths.activations import Activation
 
 BLOCK, WARPS = 1024, 4
@@ -134,6 +135,31 @@ def curvature_kernel(
 MOST_KINKS = 2
 
 
+def plan(
+    g: Tensor,
+    z: Tensor,
+    activation: Activation,
+    scale: Tensor | None,
+    axis: int,
+    out: Tensor | None,
+    row_norm: Tensor | None = None,
+    bandwidth: Tensor | None = None,
+) -> Plan:
+    """Return the launch for at least one entry."""
+    g, z = g.contiguous(), z.contiguous()
+    out = torch.empty_like(g) if out is None else out
+    given = dict(scale=scale, row_norm=row_norm, bandwidth=bandwidth)
+    arguments = dict(
+        {name: g if vector is None else vector.contiguous() for name, vector in given.items()},
+        **constants(activation),
+        g=g, z=z, out=out, size=g.numel(), channels=g.shape[axis], inner=g.shape[axis + 1 :].numel(),
+        SCALED=scale is not None, BY_WIDTH=row_norm is not None, LEAST=least_number(g.dtype),
+        NUMBER=tl.float64 if g.dtype == torch.float64 else tl.float32, BLOCK=BLOCK,
+    )  # fmt: skip
+    grid = (triton.cdiv(g.numel(), BLOCK),)
+    return Plan([Launch("curvature", curvature_kernel, grid, arguments, WARPS, label=str(BLOCK))], out)
+
+
 def curvature_coefficients(
     *,
     g: Tensor,
@@ -146,29 +172,10 @@ def curvature_coefficients(
     bandwidth: Tensor | None = None,
 ) -> Tensor:
     """Return C as `s3d_fast.maths.reference.curvature_coefficients` does; `out` must be contiguous and may be g."""
-    assert activation.formula is not None
-    g, z = g.contiguous(), z.contiguous()
-    out = torch.empty_like(g) if out is None else out
     if g.numel() == 0:
-        return out
+        return torch.empty_like(g) if out is None else out
     with launch.on_device(g):
-        curvature_kernel[(triton.cdiv(g.numel(), BLOCK),)](
-            g,
-            z,
-            *(g if vector is None else vector.contiguous() for vector in (scale, row_norm, bandwidth)),
-            out,
-            g.numel(),
-            g.shape[axis],
-            g.shape[axis + 1 :].numel(),
-            **constants(activation),
-            SCALED=scale is not None,
-            BY_WIDTH=row_norm is not None,
-            LEAST=least_number(g.dtype),
-            NUMBER=tl.float64 if g.dtype == torch.float64 else tl.float32,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
-    return out
+        return plan(g, z, activation, scale, axis, out, row_norm, bandwidth).run()
 
 
 def least_number(dtype: torch.dtype) -> float:

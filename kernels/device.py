@@ -20,6 +20,12 @@ class Device:
     processors: int
     shared_memory: int  # bytes available to one program
     has_tf32: bool  # whether its tensor cores support TF32
+    has_wgmma: bool = False  # whether four warps multiply together, from shared memory (H100)
+
+    @property
+    def family(self) -> str:
+        """The name of the GPU's tables of configurations."""
+        return "hopper" if self.has_wgmma else self.vendor
 
 
 # Only 3 processors, so that even small tests divide their rows between several programs.
@@ -38,4 +44,4 @@ def _describe_gpu(index: int) -> Device:
         is_cdna3 = properties.gcnArchName.startswith("gfx942")
         return Device("amd", properties.multi_processor_count, 65536, is_cdna3)
     shared = getattr(properties, "shared_memory_per_block_optin", 101376)
-    return Device("nvidia", properties.multi_processor_count, shared, properties.major >= 8)
+    return Device("nvidia", properties.multi_processor_count, shared, properties.major >= 8, properties.major == 9)

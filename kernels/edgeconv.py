@@ -1,11 +1,11 @@
-"""S v for an EdgeConv layer without any tensor over edges: four launches and a sum.
+"""S v for an EdgeConv layer without any tensor over edges: a few small launches, and products over points.
 
 The kernels work on points. X holds the rows of all points of all clouds, w = winner[i, f], and v = [a, b]:
     launch 1  P = X A^T
     launch 2  t = C * (P[w] + X (B - A)^T + bias), with the gather P[w] in the epilogue of the product
-    launch 3  received[j, f] = sum of t[i, f] over all i with w = j, in the order of i
-    launch 4  [(received - t)^T X, t^T X, sum t]
-With the option `atomic`, launch 2 computes `received` by atomic additions, and launch 3 is skipped.
+    launch 3  received[j, f] = sum of t[i, f] over all i with w = j, in the order of i; U = [received - t, t]
+    launch 4  U^T X and sum t, by the kernel of `pointwise_wide`
+With the option `atomic`, launch 2 computes `received` by atomic additions, and launch 3 only reads it.
 
 With ties, launch 2 also gathers P at the runner-up. It writes t, what the point itself keeps, and `back`, what the
 runner-up's edge gets; the winner's edge gets t - back.
@@ -18,11 +18,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s3d_fast.kernels import launch
+from s3d_fast.kernels import configs, launch
+from s3d_fast.kernels.configs import Config
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
-from s3d_fast.kernels.launch import Config, tile_offsets
-from s3d_fast.kernels.options import current
-from s3d_fast.kernels.products import product_form, rows_times, times_rows, wants_filters_along_threads
+from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
+from s3d_fast.kernels.options import TritonOptions, current
+from s3d_fast.kernels.pointwise_wide import (
+    accumulate_launches,
+    product_storage,
+    rows_product,
+    slices_of,
+    store_product,
+)
+from s3d_fast.kernels.products import (
+    PRODUCTS,
+    is_by_single_multiplications,
+    padded,
+    product_form,
+    split_launch,
+)
 from s3d_fast.maths.incoming import Incoming
 from s3d_fast.maths.reference import EdgeTies
 
@@ -30,7 +44,8 @@ from s3d_fast.maths.reference import EdgeTies
 @triton.jit
 def point_products_kernel(
     X,  # (R, F), the rows of all points
-    V,  # (L, 2 F (+ 1)) with L = K M, any strides
+    V,  # (L, 2 F (+ 1)) with L = K M
+    planes,  # (planes, L, pitch), the parts of A (launch 1) or B - A (launch 2); if ACROSS, (planes, F, pitch)
     products,  # (R, L): P, written by launch 1 and read by launch 2
     C,  # (R, M)
     winner,  # (R, M), int32
@@ -51,7 +66,8 @@ def point_products_kernel(
     c_row,
     c_column,
     v_row,
-    v_column,
+    plane,
+    pitch,
     EDGES: tl.constexpr,  # False for launch 1, True for launch 2
     TIES: tl.constexpr,
     SLOPES: tl.constexpr,
@@ -59,6 +75,7 @@ def point_products_kernel(
     BIAS: tl.constexpr,
     ATOMIC: tl.constexpr,
     FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
     FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
@@ -67,35 +84,20 @@ def point_products_kernel(
     """P = X A^T. EDGES: t = C * (P[w] + X (B - A)^T + bias). TIES: plus K e (e.v), e = d1 edge(w) - d2 edge(r)."""
     number = V.dtype.element_ty
     blocks = tl.cdiv(L, BM)
-    block = tl.program_id(0) % blocks
+    first_filter = (tl.program_id(0) % blocks) * BM
     row = (tl.program_id(0) // blocks).to(tl.int64) * BN
-    own = tl.arange(0, BM)
-    f = block * BM + own
-    V += block.to(tl.int64) * BM * v_row
-    r, k = tl.arange(0, BN), tl.arange(0, BK)
+    r, own = tl.arange(0, BN), tl.arange(0, BM)
+    f = first_filter + own
+    total = rows_product(
+        X + row * x_row, planes + first_filter.to(tl.int64) * (1 if ACROSS else pitch), R - row, L - first_filter, F,
+        x_row, x_column, plane, pitch, FORM, ACROSS, FAR, BN, BM, BK,
+    )  # fmt: skip
     inside_n, inside_f = r < R - row, f < L
     inside = inside_n[:, None] & inside_f[None, :]
-    x_tile = tile_offsets(r, x_row, k, x_column, FAR)
-    v_tile = tile_offsets(k, v_column, own, v_row, FAR)
-    X += row * x_row
-    second = V + (F + tl.zeros((), tl.int64)) * v_column
-    bias = second + (F + tl.zeros((), tl.int64)) * v_column
-    total = tl.zeros((BN, BM), number)
-    for first in range(0, F, BK):
-        inside_d = k < F - first
-        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
-        inside_v = inside_d[:, None] & inside_f[None, :]
-        v = tl.load(V + v_tile, mask=inside_v, other=0.0)
-        if EDGES:
-            v = tl.load(second + v_tile, mask=inside_v, other=0.0) - v
-        total = rows_times(x, v, total, FORM)
-        X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
-        V += (tl.full((), BK, tl.int64) if FAR else BK) * v_column
-        second += (tl.full((), BK, tl.int64) if FAR else BK) * v_column
     tile = r[:, None] * L + f[None, :]
     if EDGES:
         if BIAS:
-            total += tl.load(bias + own * v_row, mask=inside_f, other=0.0)[None, :]
+            total += tl.load(V + f.to(tl.int64) * v_row + 2 * F, mask=inside_f, other=0.0)[None, :]
         column = f if K == 1 else f % M
         w = tl.load(winner + row * M + (r[:, None] * M + column[None, :]), mask=inside, other=0)
         n = row + r
@@ -177,133 +179,108 @@ def receive_kernel(
     back,  # (R, L); this and the next two only if TIES
     runner_order,  # like order, of the runners-up
     runner_start,  # like start
-    received,  # (R, L)
+    received,  # (R, L), read if GIVEN
+    U,  # (planes, R, u_row)
     R,
     L,
     M,
     points,
-    K: tl.constexpr,
+    u_plane,
+    u_row,
     TIES: tl.constexpr,
+    GIVEN: tl.constexpr,
+    FORM: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
+    K: tl.constexpr,
 ):
-    """received[j, f] = sum of t[i, f] over all i with winner[i, f] = j, in the order of i.
-
-    If TIES, `back` is part of t and belongs to the runner-up: it is added to the sum over all i with runner[i, f] = j.
-    """
+    """U = [received - t, t], received[j, f] = sum of t[i, f] over all points i whose winner is j, in their order."""
     blocks = tl.cdiv(L, BM)
     f = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
     n = (tl.program_id(0) // blocks).to(tl.int64) * BN + tl.arange(0, BN)
     inside = (n < R)[:, None] & (f < L)[None, :]
     column = f if K == 1 else f % M
-    total = incoming_sum(t, back, order, start, n, f, column, inside, L, M, points, TIES, BN, BM)
-    if TIES:
-        total += incoming_sum(back, back, runner_order, runner_start, n, f, column, inside, L, M, points, False, BN, BM)
-    tl.store(received + n[:, None] * L + f[None, :], total, mask=inside)
+    places = n[:, None] * L + f[None, :]
+    if GIVEN:
+        total = tl.load(received + places, mask=inside, other=0.0)
+    else:
+        total = incoming_sum(t, back, order, start, n, f, column, inside, L, M, points, TIES, BN, BM)
+        if TIES:
+            total += incoming_sum(
+                back, back, runner_order, runner_start, n, f, column, inside, L, M, points, False, BN, BM
+            )
+    sent = tl.load(t + places, mask=inside, other=0.0)
+    where = n[:, None] * u_row + f[None, :]
+    store_product(U, u_plane, where, total - sent, inside, FORM)
+    store_product(U, u_plane, where + L, sent, inside, FORM)
 
 
 # Few points per tile: a tile takes as long as its point with the most edges.
 RECEIVE_ROWS, RECEIVE_FILTERS, RECEIVE_WARPS = 256 if INTERPRETED else 8, 32, 1
 
 
-@triton.jit
-def edge_sums_kernel(
-    X,  # (R, F)
-    t,  # (R, L)
-    received,  # (R, L)
-    out,  # (slices, L, 2 F (+ 1))
-    R,
-    F,
-    L,
-    x_row,
-    x_column,
-    rows_per_slice,
-    BIAS: tl.constexpr,
-    FORM: tl.constexpr,
-    FAR: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """[(received - t)^T X, t^T X, sum t] for a block of filters, a block of features and a slice of the points."""
-    number = out.dtype.element_ty
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
-    f = tl.program_id(1) * BM + tl.arange(0, BM)
-    slice_index = tl.program_id(2).to(tl.int64)
-    first = slice_index * rows_per_slice
-    last = tl.minimum(first + rows_per_slice, R)
-    r = tl.arange(0, BN)
-    inside_d, inside_f = d < F, f < L
-    x_tile = tile_offsets(r, x_row, d, x_column, FAR)
-    tile = r[:, None] * L + f[None, :]
-    a, b = tl.zeros((BM, BD), number), tl.zeros((BM, BD), number)
-    bias_total = tl.zeros((BM,), number)
-    for begin in range(first, last, BN):
-        inside_n = r < last - begin
-        inside = inside_n[:, None] & inside_f[None, :]
-        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
-        sent = tl.load(t + begin * L + tile, mask=inside, other=0.0)
-        got = tl.load(received + begin * L + tile, mask=inside, other=0.0)
-        a = times_rows(tl.trans(got - sent), x, a, FORM)
-        b = times_rows(tl.trans(sent), x, b, FORM)
-        if BIAS:
-            bias_total += tl.sum(sent, 0)
-    rows = out + (slice_index * L + f.to(tl.int64)) * (2 * F + BIAS)
-    inside_out = inside_f[:, None] & inside_d[None, :]
-    tl.store(rows[:, None] + d[None, :], a, mask=inside_out)
-    tl.store(rows[:, None] + F + d[None, :], b, mask=inside_out)
-    if BIAS:
-        tl.store(rows + 2 * F, bias_total, mask=inside_f & (tl.program_id(0) == 0))
-
-
-# (vendor, arithmetic) -> pairs of configurations, for the products and for the sums; the default pair first.
-CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
-    ("nvidia", "fp32"): (
-        (Config(64, 64, 16, 8, 3), Config(32, 32, 64, 8, 3)),
-        (Config(64, 32, 32, 4, 3), Config(32, 64, 64, 8, 3)),
-    ),
-    ("nvidia", "tensor"): (
-        (Config(64, 64, 32, 8, 3), Config(32, 64, 64, 8, 3)),
-        (Config(128, 64, 32, 8, 3), Config(32, 32, 64, 4, 3)),
-    ),
-    ("nvidia", "widened"): ((Config(64, 32, 32, 8, 3), Config(32, 32, 64, 8, 3)),),
-    ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 3), Config(16, 16, 32, 4, 3)),),
-    ("amd", "fp32"): (
-        (Config(64, 64, 32, 4, 2), Config(32, 32, 64, 4, 2)),
-        (Config(32, 64, 32, 4, 2), Config(32, 64, 64, 4, 2)),
-    ),
-    ("amd", "tensor"): (
-        (Config(64, 64, 32, 4, 2), Config(32, 64, 64, 4, 2)),
-        (Config(32, 64, 32, 4, 2), Config(32, 32, 64, 4, 2)),
-    ),
-    ("amd", "fp64"): ((Config(32, 32, 16, 4, 2), Config(16, 16, 32, 4, 2)),),
-    ("interpreter", "fp64"): ((Config(128, 64, 128, 1, 1), Config(128, 64, 128, 1, 1)),) * 2,
-}
-CONFIGS["amd", "widened"] = CONFIGS["amd", "fp32"]
-for _arithmetic in ("fp32", "tensor", "widened"):
-    CONFIGS["interpreter", _arithmetic] = CONFIGS["interpreter", "fp64"]
-
-
-def configs(device: Device, form: str, stored: torch.dtype) -> list[tuple[Config, Config]]:
-    """Return the pairs of configurations that fit the device, the default one first."""
-    table = CONFIGS[device.vendor, launch.arithmetic(form, stored)]
-    limit = device.shared_memory
-    return [pair for pair in table if max(shared_memory(*pair, device, stored)) <= limit]
-
-
-def shared_memory(product: Config, sums: Config, device: Device, stored: torch.dtype) -> tuple[int, int]:
-    """Return upper bounds on the shared memory of one program: of the products, and of the sums."""
-    size, number = stored.itemsize, max(4, stored.itemsize)
-    found = []
-    for config, other in ((product, product.depth), (sums, sums.rows)):
-        # The other factor is loaded as two tensors: A and B, or t and received. As an operand it has two parts.
-        factor = other * config.filters * number
-        rows = config.rows * config.depth
-        # Addresses of winners, 8 bytes each.
-        epilogue = 8 * config.rows * config.filters
-        tiles, buffered = [2 * factor, rows * number], [rows * size, 2 * factor]
-        found.append(launch.shared_memory(device, tiles, buffered, config.stages, epilogue))
-    return found[0], found[1]
+def plan(
+    X: Tensor,  # (clouds, points, F)
+    incoming: Incoming,
+    C: Tensor,  # (clouds, points, M)
+    V: Tensor,  # (L, 2 F (+ 1))
+    bias: bool,
+    ties: EdgeTies | None,
+    device: Device,
+    options: TritonOptions,
+    pair: tuple[Config, Config],
+) -> Plan:
+    """Return the launches for contiguous vectors."""
+    (clouds, points, F), M, L = X.shape, C.shape[2], len(V)
+    R, K = clouds * points, 1 if L == M else 2
+    form = product_form(X.dtype, options.arithmetic, device)
+    product, sums = pair[0].for_gathers(), (pair[1].for_bias(form) if bias else pair[1]).for_inputs(F)
+    across = is_by_single_multiplications(form, device)
+    rows, coefficients = X.reshape(R, F), C.reshape(R, M)
+    runners = incoming if ties is None or ties.incoming is None else ties.incoming
+    given = [] if ties is None else [ties.K, *(own for own in (ties.d1, ties.d2) if own is not None)]
+    # K, d1 and d2; what is missing is not read.
+    tie = ([own.reshape(R, M).contiguous() for own in given] + [coefficients] * 3)[:3]
+    far = any(launch.is_far((256, max(2 * F, L)), tensor.stride()) for tensor in (rows, coefficients))
+    first, a_planes = split_launch(V, form, X.dtype, across, range(F))
+    second, difference = split_launch(V, form, X.dtype, across, range(F, 2 * F), less=F)
+    products, t = V.new_empty(2, R, L)
+    received = V.new_zeros(R, L) if options.atomic else t
+    back = t if ties is None else torch.empty_like(t)
+    launches = [first, second]
+    for is_second, planes in enumerate((a_planes, difference)):
+        arguments = dict(
+            X=rows, V=V, planes=planes, products=products, C=coefficients, winner=incoming.winner, t=t,
+            received=received, runner=runners.winner, tie=tie[0], d1=tie[1], d2=tie[2], back=back, R=R, F=F, L=L, M=M,
+            points=points, x_row=rows.stride(0), x_column=rows.stride(1), c_row=coefficients.stride(0),
+            c_column=coefficients.stride(1), v_row=V.stride(0), plane=planes.stride(0), pitch=planes.stride(1),
+            EDGES=bool(is_second), TIES=ties is not None, SLOPES=len(given) > 1, BIAS=bias, ATOMIC=options.atomic, K=K,
+            FORM=form, ACROSS=across, FAR=far, BN=product.rows, BM=product.filters, BK=product.depth,
+        )  # fmt: skip
+        name = "edgeconv, " + (
+            "edges" + ", atomic" * options.atomic + ", tied" * (ties is not None) if is_second else "points"
+        )
+        grid = (triton.cdiv(L, product.filters) * triton.cdiv(R, product.rows),)
+        work = (PRODUCTS[form] * product.rows * product.filters * product.depth,)
+        launches.append(
+            Launch(name, point_products_kernel, grid, arguments, product.warps, product.stages, work, product.label)
+        )
+    count, dtype = product_storage(form, X.dtype)
+    U = rows.new_empty(count, R, padded(2 * L), dtype=dtype)
+    arguments = dict(
+        t=t, order=incoming.order, start=incoming.start, back=back, runner_order=runners.order,
+        runner_start=runners.start, received=received, U=U, R=R, L=L, M=M, points=points, u_plane=U.stride(0),
+        u_row=U.stride(1), TIES=ties is not None, GIVEN=options.atomic, FORM=form, BN=RECEIVE_ROWS, BM=RECEIVE_FILTERS,
+        K=K,
+    )  # fmt: skip
+    name = "edgeconv, receive" + ", atomic" * options.atomic + ", tied" * (ties is not None)
+    grid = (triton.cdiv(L, RECEIVE_FILTERS) * triton.cdiv(R, RECEIVE_ROWS),)
+    launches.append(Launch(name, receive_kernel, grid, arguments, RECEIVE_WARPS))
+    per_slice, slices = slices_of(rows, R, 2 * L, sums, device)
+    out = V.new_empty(slices, *V.shape)
+    biased = range(L, 2 * L) if bias else range(0)
+    launches += accumulate_launches(rows, U, out, (0, R), 2 * L, F, biased, per_slice, form, far, sums)
+    return launch.summed(launches, out)
 
 
 def edgeconv_matvec(
@@ -317,47 +294,14 @@ def edgeconv_matvec(
     if V.numel() == 0 or clouds * points == 0:
         return torch.zeros_like(V)
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
-    L, R = len(vectors), clouds * points
-    K = 1 if L == M else 2
     device = describe(X.device)
     form = product_form(X.dtype, options.arithmetic, device)
-    columns = vectors.mT.contiguous().mT if wants_filters_along_threads(form, device) else vectors
-    rows, coefficients = X.reshape(R, F), C.reshape(R, M)
-    runners = incoming if ties is None or ties.incoming is None else ties.incoming
-    given = [] if ties is None else [ties.K, *(own for own in (ties.d1, ties.d2) if own is not None)]
-    # K, d1 and d2; what is missing is not read.
-    tie = ([own.reshape(R, M).contiguous() for own in given] + [coefficients] * 3)[:3]
-    far = any(launch.is_far((256, max(2 * F, L)), tensor.stride()) for tensor in (rows, coefficients, columns))
-
-    def run(pair: tuple[Config, Config]) -> Tensor:
-        product, sums = pair
-        products, t = vectors.new_empty(2, R, L)
-        received = vectors.new_zeros(R, L) if options.atomic else torch.empty_like(t)
-        back = t if ties is None else torch.empty_like(t)
-        programs = triton.cdiv(L, product.filters) * triton.cdiv(R, product.rows)
-        for is_second in (False, True):
-            point_products_kernel[(programs,)](
-                rows, columns, products, coefficients, incoming.winner, t, received, runners.winner, *tie, back,
-                R, F, L, M, points, *rows.stride(), *coefficients.stride(), *columns.stride(),
-                EDGES=is_second, TIES=ties is not None, SLOPES=len(given) > 1, BIAS=bias, ATOMIC=options.atomic,
-                FORM=form, FAR=far,
-                BN=product.rows, BM=product.filters, BK=product.depth, K=K, **product.compile_options,
-            )  # fmt: skip
-        if not options.atomic:
-            programs = triton.cdiv(L, RECEIVE_FILTERS) * triton.cdiv(R, RECEIVE_ROWS)
-            receive_kernel[(programs,)](
-                t, incoming.order, incoming.start, back, runners.order, runners.start, received, R, L, M, points,
-                TIES=ties is not None, BN=RECEIVE_ROWS, BM=RECEIVE_FILTERS, K=K, num_warps=RECEIVE_WARPS,
-            )  # fmt: skip
-        tiles = (max(1, triton.cdiv(F, sums.depth)), triton.cdiv(L, sums.filters))
-        per_slice, slices = launch.share_rows(R, tiles[0] * tiles[1], sums.rows, device)
-        out = vectors.new_empty(slices, *vectors.shape)
-        edge_sums_kernel[(*tiles, slices)](
-            rows, t, received, out, R, F, L, *rows.stride(), per_slice, BIAS=bias, FORM=form, FAR=far,
-            BN=sums.rows, BM=sums.filters, BD=sums.depth, **sums.compile_options,
-        )  # fmt: skip
-        return launch.sum_slices(out)
-
+    is_aligned = configs.is_aligned(X.flatten(0, 1), C.flatten(0, 1))
+    candidates = configs.wide(device, form, X.dtype, clouds * points, is_aligned)
+    shapes = (bias, ties is None, options.atomic, F, len(vectors), M, (clouds * points).bit_length())
+    key = ("edgeconv", X.device, X.dtype, form, is_aligned, *shapes)
     with launch.on_device(X):
-        key = ("edgeconv", X.device, X.dtype, form, bias, len(given), options.atomic, F, L, M, R.bit_length())
-        return run(launch.choose(key, configs(device, form, X.dtype), run)).view(V.shape)
+        result = launch.choose(
+            key, candidates, lambda pair: plan(X, incoming, C, vectors, bias, ties, device, options, pair)
+        )
+    return result.view(V.shape)

@@ -1,4 +1,8 @@
-"""S v for gated units with at most 256 inputs, in one launch: the (N, M) products stay on chip, tile by tile."""
+"""S v for gated units: [X^T (c11 p + c12 q), X^T (c12 p + c22 q)] with p = X A^T and q = X B^T, where v = [a, b].
+
+Narrow rows take one launch: the (N, M) products stay on chip, tile by tile. For wider rows, a first launch stores both
+products times the coefficients, and a second one multiplies them with X, as in `pointwise_wide`.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s3d_fast.kernels import launch
+from s3d_fast.kernels import configs, launch
+from s3d_fast.kernels.configs import Config
 from s3d_fast.kernels.device import Device, describe
-from s3d_fast.kernels.launch import Config, tile_offsets
-from s3d_fast.kernels.options import current
-from s3d_fast.kernels.products import product_form, rows_times, times_rows, wants_filters_along_threads
+from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
+from s3d_fast.kernels.options import TritonOptions, current
+from s3d_fast.kernels.pointwise_wide import (
+    accumulate_launches,
+    product_storage,
+    rows_product,
+    slices_of,
+    store_product,
+)
+from s3d_fast.kernels.products import (
+    PRODUCTS,
+    is_by_single_multiplications,
+    load_planes,
+    padded,
+    product_form,
+    split_launch,
+    stored_times,
+    times_rows,
+    times_stored,
+)
 
 
-@triton.jit(do_not_specialize=["v_column"])
+@triton.jit
 def gated_kernel(
     X,  # (N, D)
     c11,  # (N, M)
     c12,  # (N, M)
     c22,  # (N, M); not read unless FULL
     V,  # (F, 2 D), or (F, 2 (D + 1)) with bias; F = K M
+    a_planes,  # (planes, F, pitch), the parts of A; if ACROSS, (planes, D, pitch)
+    b_planes,
     out,  # (slices, F, 2 (D (+ 1)))
     N,
     D,
@@ -35,8 +59,10 @@ def gated_kernel(
     c22_row,
     c22_column,
     v_row,
-    v_column,  # always 1, hidden from the compiler: see `pointwise.fused_rows`
+    plane,
+    pitch,
     rows_per_slice,
+    one,  # see `launch.hidden_one`
     K: tl.constexpr,
     FULL: tl.constexpr,  # whether c22 is given
     BIAS: tl.constexpr,
@@ -56,161 +82,242 @@ def gated_kernel(
     r, d, own = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BM)
     f = first_filter + own
     inside_f, inside_d = f < F, d < D
-    V += first_filter.to(tl.int64) * v_row
-    along = d * v_column if ACROSS else d
-    places = own[None, :] * v_row + along[:, None]
-    inside_v = inside_d[:, None] & inside_f[None, :]
     half = D + BIAS
-    a = tl.load(V + places, mask=inside_v, other=0.0)
-    b = tl.load(V + half + places, mask=inside_v, other=0.0)
     if BIAS:
+        V += first_filter.to(tl.int64) * v_row
         a_bias = tl.load(V + (own * v_row + D), mask=inside_f, other=0.0)
         b_bias = tl.load(V + half + (own * v_row + D), mask=inside_f, other=0.0)
+    if ACROSS:
+        v_tile, inside_v = d[:, None] * pitch + own[None, :], inside_d[:, None] & inside_f[None, :]
+        start = first_filter.to(tl.int64)
+    else:
+        v_tile, inside_v = own[:, None] * pitch + d[None, :], inside_f[:, None] & inside_d[None, :]
+        start = first_filter.to(tl.int64) * pitch
+    a, a_low = load_planes(a_planes + start, plane, v_tile, inside_v, FORM)
+    b, b_low = load_planes(b_planes + start, plane, v_tile, inside_v, FORM)
     column = f if K == 1 else f % M
     x_tile = tile_offsets(r, x_row, d, x_column, FAR)
     c11_tile = tile_offsets(r, c11_row, column, c11_column, FAR)
     c12_tile = tile_offsets(r, c12_row, column, c12_column, FAR)
     c22_tile = tile_offsets(r, c22_row, column, c22_column, FAR)
+    # No program is without rows: the assembler then sees no path on which sums are defined a second time.
+    tl.assume(first < last)
     a_total, b_total = tl.zeros((BM, BD), number), tl.zeros((BM, BD), number)
     a_ones, b_ones = tl.zeros((BM,), number), tl.zeros((BM,), number)
     for begin in range(first, last, BN):
         inside_n = r < last - begin
         inside = inside_n[:, None] & inside_f[None, :]
         x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
-        p = rows_times(x, a, tl.zeros((BN, BM), number), FORM)
-        q = rows_times(x, b, tl.zeros((BN, BM), number), FORM)
+        own_a = tl.load(c11 + begin * c11_row + c11_tile, mask=inside, other=0.0)
+        mixed = tl.load(c12 + begin * c12_row + c12_tile, mask=inside, other=0.0)
+        own_b = mixed
+        if FULL:
+            own_b = tl.load(c22 + begin * c22_row + c22_tile, mask=inside, other=0.0)
+        if ACROSS:
+            p = tl.trans(stored_times(x, a, a_low, tl.zeros((BN, BM), number), FORM))
+            q = tl.trans(stored_times(x, b, b_low, tl.zeros((BN, BM), number), FORM))
+        else:
+            p = times_stored(a, a_low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
+            q = times_stored(b, b_low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
+        if one is not None:
+            scale = (tl.zeros((), tl.float32) + one).to(x.dtype)
+            own_a, mixed, own_b = own_a * scale, mixed * scale, own_b * scale
+        own_a, mixed = tl.trans(own_a).to(number), tl.trans(mixed).to(number)
         if BIAS:
-            p += a_bias[None, :]
-            q += b_bias[None, :]
-        mixed = tl.load(c12 + begin * c12_row + c12_tile, mask=inside, other=0.0).to(number)
-        upper = tl.load(c11 + begin * c11_row + c11_tile, mask=inside, other=0.0).to(number) * p + mixed * q
+            p += a_bias[:, None]
+            q += b_bias[:, None]
+        upper = own_a * p + mixed * q
         lower = mixed * p
         if FULL:
-            lower += tl.load(c22 + begin * c22_row + c22_tile, mask=inside, other=0.0).to(number) * q
-        a_total = times_rows(tl.trans(upper), x, a_total, FORM)
-        b_total = times_rows(tl.trans(lower), x, b_total, FORM)
+            lower += tl.trans(own_b).to(number) * q
+        a_total = times_rows(upper, x, a_total, FORM)
+        b_total = times_rows(lower, x, b_total, FORM)
         if BIAS:
-            a_ones += tl.sum(upper, 0)
-            b_ones += tl.sum(lower, 0)
-    rows = out + (slice_index * F + f.to(tl.int64)) * (2 * half)
+            a_ones += tl.sum(upper, 1)
+            b_ones += tl.sum(lower, 1)
+    out += (slice_index * F + first_filter) * (2 * half)
+    places = own[:, None] * (2 * half) + d[None, :]
     inside_out = inside_f[:, None] & inside_d[None, :]
-    tl.store(rows[:, None] + d[None, :], a_total, mask=inside_out)
-    tl.store(rows[:, None] + half + d[None, :], b_total, mask=inside_out)
+    tl.store(out + places, a_total, mask=inside_out)
+    tl.store(out + half + places, b_total, mask=inside_out)
     if BIAS:
-        tl.store(rows + D, a_ones, mask=inside_f)
-        tl.store(rows + half + D, b_ones, mask=inside_f)
+        tl.store(out + (own * (2 * half) + D), a_ones, mask=inside_f)
+        tl.store(out + (own * (2 * half) + half + D), b_ones, mask=inside_f)
 
 
-# (vendor, arithmetic) -> width -> (rows, filters, warps, stages), the default first. A program has the vectors and sums
-# of two halves, so tiles have about half the filters of `pointwise`. Missing widths would
-# spill registers, or not fit into the shared memory of small GPUs.
-CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int], ...]]] = {
-    ("nvidia", "fp32"): {
-        16: ((32, 32, 4, 3), (16, 64, 8, 3)),
-        32: ((32, 32, 8, 3), (16, 64, 8, 3)),
-        64: ((16, 32, 8, 3), (32, 32, 8, 3)),
-        128: ((16, 32, 8, 3), (16, 16, 8, 3)),
-        256: ((16, 16, 8, 2),),
-    },
-    ("nvidia", "tensor"): {
-        16: ((32, 32, 4, 3), (64, 32, 4, 3)),
-        32: ((32, 32, 8, 3), (64, 32, 8, 3)),
-        64: ((32, 32, 8, 3), (16, 32, 4, 3)),
-        128: ((16, 32, 8, 3), (16, 16, 8, 3)),
-        256: ((16, 16, 8, 3), (16, 16, 4, 3)),
-    },
-    ("nvidia", "widened"): {
-        16: ((32, 16, 4, 3),),
-        32: ((32, 16, 4, 3),),
-        64: ((16, 16, 4, 3),),
-        128: ((16, 16, 8, 2),),
-    },
-    ("nvidia", "fp64"): {
-        16: ((16, 16, 4, 3),),
-        32: ((16, 16, 4, 3),),
-        64: ((16, 16, 4, 3),),
-        128: ((16, 16, 8, 2),),
-    },
-    ("amd", "fp32"): {
-        16: ((32, 32, 4, 2), (32, 64, 4, 2)),
-        32: ((32, 32, 4, 2), (32, 64, 4, 2)),
-        64: ((32, 32, 4, 2), (16, 32, 4, 2)),
-        128: ((16, 32, 4, 2), (16, 16, 4, 2)),
-        256: ((16, 16, 4, 2),),
-    },
-}
-CONFIGS["amd", "tensor"] = CONFIGS["amd", "fp32"]
-CONFIGS["amd", "widened"] = {width: CONFIGS["amd", "fp32"][width] for width in (16, 32, 64, 128)}
-CONFIGS["amd", "fp64"] = {width: ((16, 16, 4, 2),) for width in (16, 32, 64, 128)}
+@triton.jit(do_not_specialize=["begin", "end"])
+def gated_project_kernel(
+    X,  # (N, D)
+    c11,  # (N, M)
+    c12,  # (N, M)
+    c22,  # (N, M); not read unless FULL
+    V,  # (F, 2 (D (+ 1)))
+    a_planes,  # (planes, F, pitch), the parts of A; if ACROSS, (planes, D, pitch)
+    b_planes,
+    U,  # (planes, chunk, u_row): both halves, one behind the other
+    begin,
+    end,  # the chunk's rows are [begin, end)
+    D,
+    F,
+    M,
+    x_row,
+    x_column,
+    c11_row,
+    c11_column,
+    c12_row,
+    c12_column,
+    c22_row,
+    c22_column,
+    v_row,
+    plane,
+    pitch,
+    u_plane,
+    u_row,
+    K: tl.constexpr,
+    FULL: tl.constexpr,
+    BIAS: tl.constexpr,
+    FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
+    FAR: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """U = [c11 p + c12 q, c12 p + c22 q], p = X A^T and q = X B^T, for a chunk of rows."""
+    blocks = tl.cdiv(F, BM)
+    first_filter = (tl.program_id(0) % blocks) * BM
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BN
+    r, own = tl.arange(0, BN), tl.arange(0, BM)
+    f = first_filter + own
+    start = first_filter.to(tl.int64) * (1 if ACROSS else pitch)
+    rows, filters = end - begin - row, F - first_filter
+    X += (begin + row) * x_row
+    p = rows_product(
+        X, a_planes + start, rows, filters, D, x_row, x_column, plane, pitch, FORM, ACROSS, FAR, BN, BM, BK
+    )
+    q = rows_product(
+        X, b_planes + start, rows, filters, D, x_row, x_column, plane, pitch, FORM, ACROSS, FAR, BN, BM, BK
+    )
+    inside = (r < rows)[:, None] & (own < filters)[None, :]
+    if BIAS:
+        bias = V + f.to(tl.int64) * v_row + D
+        p += tl.load(bias, mask=own < filters, other=0.0)[None, :]
+        q += tl.load(bias + D + 1, mask=own < filters, other=0.0)[None, :]
+    column = f if K == 1 else f % M
+    row += begin
+    mixed = tl.load(c12 + row * c12_row + tile_offsets(r, c12_row, column, c12_column, FAR), mask=inside, other=0.0)
+    first = tl.load(c11 + row * c11_row + tile_offsets(r, c11_row, column, c11_column, FAR), mask=inside, other=0.0)
+    U += (row - begin) * u_row
+    places = r[:, None] * u_row + f[None, :]
+    store_product(U, u_plane, places, first.to(p.dtype) * p + mixed.to(p.dtype) * q, inside, FORM)
+    lower = mixed.to(p.dtype) * p
+    if FULL:
+        last = tl.load(c22 + row * c22_row + tile_offsets(r, c22_row, column, c22_column, FAR), mask=inside, other=0.0)
+        lower += last.to(p.dtype) * q
+    store_product(U, u_plane, places + F, lower, inside, FORM)
 
 
-def widths(device: Device, form: str, stored: torch.dtype) -> list[int]:
-    """Return the widths of a half that a program can hold, in ascending order."""
-    if device.vendor == "interpreter":
-        return [16, 32, 64, 128, 256]
-    return list(CONFIGS[device.vendor, launch.arithmetic(form, stored)])
+Coefficients = tuple[Tensor, Tensor, Tensor | None]
 
 
-def supports(X: Tensor) -> bool:
-    """Return whether the rows are narrow enough for the sums of both halves to stay in registers."""
-    device = describe(X.device)
-    return X.shape[1] <= widths(device, product_form(X.dtype, current().arithmetic, device), X.dtype)[-1]
+def _common(X: Tensor, c: Coefficients, V: Tensor, form: str, across: bool, bias: bool) -> tuple[list[Launch], dict]:
+    """Return the launches that split both halves of the vectors, and the arguments that both kernels have."""
+    D, (c11, c12, c22) = X.shape[1], c
+    half = D + bias
+    first, a_planes = split_launch(V, form, X.dtype, across, range(D))
+    second, b_planes = split_launch(V, form, X.dtype, across, range(half, half + D))
+    last = c12 if c22 is None else c22
+    arguments = dict(
+        X=X, c11=c11, c12=c12, c22=last, V=V, a_planes=a_planes, b_planes=b_planes, D=D, F=len(V), M=c11.shape[1],
+        x_row=X.stride(0), x_column=X.stride(1), c11_row=c11.stride(0), c11_column=c11.stride(1),
+        c12_row=c12.stride(0), c12_column=c12.stride(1), c22_row=last.stride(0), c22_column=last.stride(1),
+        v_row=V.stride(0), plane=a_planes.stride(0), pitch=a_planes.stride(1), K=1 if len(V) == c11.shape[1] else 2,
+        FULL=c22 is not None, BIAS=bias, FORM=form, ACROSS=across,
+        FAR=any(launch.is_far((256, max(D, len(V))), tensor.stride()) for tensor in (X, c11, c12, last)),
+    )  # fmt: skip
+    return [first, second], arguments
 
 
-def configs(device: Device, form: str, stored: torch.dtype, width: int, filters: int) -> list[Config]:
-    """Return the configurations for a layer, the default one first; only those that fit the device."""
-    if device.vendor == "interpreter":
-        return [Config(128, 64, width, 1, 1).for_filters(filters), Config(64, 32, width, 1, 1).for_filters(filters)]
-    table = CONFIGS[device.vendor, launch.arithmetic(form, stored)][width]
-    candidates = [
-        Config(rows, block, width, warps, stages).for_filters(filters) for rows, block, warps, stages in table
-    ]
-    return [
-        config
-        for config in dict.fromkeys(candidates)
-        if shared_memory(config, device, form, stored) <= device.shared_memory
-    ]
+def plan(
+    X: Tensor, c: Coefficients, V: Tensor, bias: bool, device: Device, options: TritonOptions, config: Config
+) -> Plan:
+    """Return the launches for narrow rows and contiguous vectors V (F, 2 (D (+ 1)))."""
+    N, F = len(X), len(V)
+    form = product_form(X.dtype, options.arithmetic, device)
+    across = is_by_single_multiplications(form, device)
+    splits, common = _common(X, c, V, form, across, bias)
+    blocks = triton.cdiv(F, config.filters)
+    per_slice, slices = launch.share_rows(N, blocks, config.rows, device)
+    out = V.new_empty(slices, *V.shape)
+    arguments = dict(
+        common, out=out, N=N, rows_per_slice=per_slice, one=launch.hidden_one(device), BN=config.rows,
+        BM=config.filters, BD=config.depth,
+    )  # fmt: skip
+    work = (4 * PRODUCTS[form] * config.rows * config.filters * config.depth,)
+    grid = (blocks, slices)
+    product = Launch("gated", gated_kernel, grid, arguments, config.warps, config.stages, work, config.label)
+    return launch.summed([*splits, product], out)
 
 
-def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype) -> int:
-    """Return an upper bound on the shared memory of a program; `config.depth` is the width of one half."""
-    BN, BM, BD, size = config.rows, config.filters, config.depth, stored.itemsize
-    number = max(size, 4)
-    # The vectors of both halves, a product while it becomes an operand, and in TF32 also the rows.
-    parts = 2 if form == "widened" else 1
-    rows = BN * BD * number if form in ("tf32", "widened") else 0
-    tiles = [2 * parts * BM * BD * number, 4 * parts * BN * BM * number, rows]
-    return launch.shared_memory(device, tiles, [BN * BD * size, 3 * BN * BM * size], config.stages)
+def wide_plan(
+    X: Tensor,
+    c: Coefficients,
+    V: Tensor,
+    bias: bool,
+    device: Device,
+    options: TritonOptions,
+    pair: tuple[Config, Config],
+) -> Plan:
+    """Return the launches for rows of any width and contiguous vectors V (F, 2 (D (+ 1)))."""
+    (N, D), F = X.shape, len(V)
+    form = product_form(X.dtype, options.arithmetic, device)
+    project, accumulate = pair[0].for_two_products(), pair[1].for_bias(form) if bias else pair[1]
+    splits, common = _common(X, c, V, form, is_by_single_multiplications(form, device), bias)
+    planes, dtype = product_storage(form, X.dtype)
+    block = max(project.rows, accumulate.depth)
+    most = options.scratch_bytes // (planes * dtype.itemsize * padded(2 * F))
+    chunk = min(N, max(block, most // block * block))
+    U = X.new_empty(planes, chunk, padded(2 * F), dtype=dtype)
+    per_slice, slices = slices_of(X, chunk, 2 * F, accumulate, device)
+    out = V.new_empty(slices, *V.shape)
+    launches = splits
+    for begin in range(0, N, chunk):
+        end = min(begin + chunk, N)
+        arguments = dict(
+            common, U=U, begin=begin, end=end, u_plane=U.stride(0), u_row=U.stride(1), BN=project.rows,
+            BM=project.filters, BK=project.depth,
+        )  # fmt: skip
+        grid = (triton.cdiv(F, project.filters) * triton.cdiv(end - begin, project.rows),)
+        work = (PRODUCTS[form] * project.rows * project.filters * project.depth,) * 2
+        launches += [
+            Launch(
+                "gated, project", gated_project_kernel, grid, arguments, project.warps, project.stages, work,
+                project.label,
+            ),
+            *accumulate_launches(
+                X, U, out, (begin, end), 2 * F, D + bias, range(2 * F * bias), per_slice, form, common["FAR"],
+                accumulate,
+            ),
+        ]  # fmt: skip
+    return launch.summed(launches, out)
 
 
 def gated_matvec(*, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
-    """Return S v for rows that `supports` accepts, as `s3d_fast.maths.reference.gated_matvec` defines it."""
-    (N, D), M, options = X.shape, c11.shape[1], current()
+    """Return S v, as `s3d_fast.maths.reference.gated_matvec` defines it."""
+    (N, D), options = X.shape, current()
     if V.numel() == 0 or N == 0:
         return torch.zeros_like(V)
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
-    F = len(vectors)
-    device = describe(X.device)
+    device, c = describe(X.device), (c11, c12, c22)
     form = product_form(X.dtype, options.arithmetic, device)
-    width = launch.power_of_two(D, 16, widths(device, form, X.dtype)[-1])
-    last = c12 if c22 is None else c22
-
-    def run(config: Config) -> Tensor:
-        blocks = triton.cdiv(F, config.filters)
-        per_slice, slices = launch.share_rows(N, blocks, config.rows, device)
-        out = vectors.new_empty(slices, *vectors.shape)
-        coefficients = (c11.stride(), c12.stride(), last.stride())
-        gated_kernel[(blocks, slices)](
-            X, c11, c12, last, vectors, out, N, D, F, M,
-            *X.stride(), *sum(coefficients, ()), *vectors.stride(), per_slice,
-            K=1 if F == M else 2, FULL=c22 is not None, BIAS=bias, FORM=form,
-            ACROSS=wants_filters_along_threads(form, device),
-            FAR=launch.is_far((config.rows, width), X.stride())
-            or any(launch.is_far((config.rows, M), strides) for strides in coefficients),
-            BN=config.rows, BM=config.filters, BD=width, **config.compile_options,
-        )  # fmt: skip
-        return launch.sum_slices(out)
-
+    is_aligned = configs.is_aligned(X, c11, c12)
+    F, width = len(vectors), launch.power_of_two(D, 16, 1 << 30)
+    shapes = (D, F, c11.shape[1], bias, c22 is None, X.stride(), N.bit_length())
+    key = ("gated", X.device, X.dtype, form, is_aligned, *shapes)
     with launch.on_device(X):
-        key = ("gated", X.device, X.dtype, form, width, F, M, bias, c22 is None, X.stride(), N.bit_length())
-        return run(launch.choose(key, configs(device, form, X.dtype, width, F), run)).view(V.shape)
+        if candidates := configs.gated(device, form, X.dtype, width, F, is_aligned):
+            result = launch.choose(key, candidates, lambda own: plan(X, c, vectors, bias, device, options, own))
+        else:
+            pairs = configs.wide(device, form, X.dtype, N, is_aligned)
+            result = launch.choose(key, pairs, lambda own: wide_plan(X, c, vectors, bias, device, options, own))
+    return result.view(V.shape)

@@ -1,8 +1,9 @@
 """S v for many layers in one launch: each program loops over tiles of all layers, which a table describes.
 
-A tile is a block of filters and a slice of the rows of one layer, computed as in `pointwise`. A second launch sums the
-slices of all layers, in a fixed order. Layers share a launch if they agree in dtype, vectors per filter, bias and
-alignment. Layers with more than 256 inputs use `pointwise_wide`, one by one: each of them fills a GPU by itself.
+A tile is a block of filters and a slice of the rows of one layer, computed as in `pointwise`. A launch before splits
+the vectors of all layers into planes; a launch behind it sums the slices of all layers, in a fixed order. Layers share
+these launches if they agree in dtype, vectors per filter, bias and alignment. Layers that are too wide use
+`pointwise_wide`, one by one: each of them fills a GPU by itself.
 """
 
 from __future__ import annotations
@@ -18,14 +19,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s3d_fast.kernels import launch, pointwise, pointwise_wide
+from s3d_fast.kernels import configs, launch, pointwise, pointwise_wide
+from s3d_fast.kernels.configs import WIDTHS, GroupedConfig
 from s3d_fast.kernels.device import Device, describe
-from s3d_fast.kernels.launch import Config
-from s3d_fast.kernels.options import current
-from s3d_fast.kernels.pointwise import WIDEST, fused_rows, store_sums
-from s3d_fast.kernels.products import DTYPES, product_form, wants_filters_along_threads
+from s3d_fast.kernels.launch import Launch, Plan
+from s3d_fast.kernels.options import TritonOptions, current
+from s3d_fast.kernels.pointwise import fused_rows, store_sums
+from s3d_fast.kernels.products import (
+    DTYPES,
+    PRODUCTS,
+    SPLIT_COLUMNS,
+    SPLIT_FILTERS,
+    SPLIT_WARPS,
+    is_by_single_multiplications,
+    padded,
+    plane_storage,
+    product_form,
+    split_tile,
+)
 
-WIDTHS = (16, 32, 64, 128, 256)
 # With row strides of at least this, offsets inside a tile can overflow 32 bits.
 FARTHEST = 2**23
 # The numbers of tiles per program to try, in this order.
@@ -33,11 +45,12 @@ TILES_PER_PROGRAM = range(3, 9)
 # The columns of the table; each layer is one row.
 FIELDS = (
     "X", "C", "V", "N", "D", "F", "M", "x_row", "c_row", "width", "blocks", "rows_per_slice", "slices", "first_tile",
-    "partial", "out", "first_sum",
+    "partial", "out", "first_sum", "planes", "first_split",
 )  # fmt: skip
-(X_, C_, V_, N_, D_, F_, M_, X_ROW, C_ROW, WIDTH, BLOCKS, PER_SLICE, SLICES, FIRST_TILE, PARTIAL, OUT, FIRST_SUM) = (
-    tl.constexpr(i) for i in range(len(FIELDS))
-)
+(
+    X_, C_, V_, N_, D_, F_, M_, X_ROW, C_ROW, WIDTH, BLOCKS, PER_SLICE, SLICES, FIRST_TILE, PARTIAL, OUT, FIRST_SUM,
+    PLANES, FIRST_SPLIT,
+) = (tl.constexpr(i) for i in range(len(FIELDS)))  # fmt: skip
 ROW = tl.constexpr(len(FIELDS))
 
 
@@ -49,62 +62,97 @@ def layer_of(table, index, layers, COLUMN: tl.constexpr, LAYERS: tl.constexpr):
     return table + (tl.sum((first <= index).to(tl.int32), 0) - 1) * ROW
 
 
-@triton.jit(do_not_specialize=["layers", "tiles", "v_column"])
+@triton.jit
+def pitch_of(D, F, ACROSS: tl.constexpr):
+    """The length of a row of a layer's planes, a multiple of 16."""
+    return tl.multiple_of(tl.cdiv(F if ACROSS else D, 16) * 16, 16)
+
+
+@triton.jit(do_not_specialize=["layers"])
+def split_layers_kernel(
+    table,  # (layers, ROW), int64
+    planes,  # the parts of the vectors of all layers, one after the other
+    layers,
+    NUMBER: tl.constexpr,  # the type of V
+    BIAS: tl.constexpr,
+    FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BF: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """planes = the parts of the vectors of each layer."""
+    row = layer_of(table, tl.program_id(0), layers, FIRST_SPLIT, LAYERS)
+    V = tl.load(row + V_).to(tl.pointer_type(NUMBER))
+    D, F = tl.load(row + D_).to(tl.int32), tl.load(row + F_).to(tl.int32)
+    pitch = pitch_of(D, F, ACROSS)
+    plane = (D if ACROSS else F).to(tl.int64) * pitch
+    f = (tl.program_id(0) - tl.load(row + FIRST_SPLIT).to(tl.int32)) * BF + tl.arange(0, BF)
+    own = planes + tl.load(row + PLANES)
+    for first in range(0, tl.cdiv(D, 16) * 16, BD):
+        split_tile(V, own, plane, D + BIAS, 1, f, first + tl.arange(0, BD), F, D, pitch, 0, False, FORM, ACROSS)
+
+
+@triton.jit(do_not_specialize=["layers"])
 def grouped_kernel(
     table,  # (layers, ROW), int64
+    planes,
     partial,  # the sums of all slices of all layers, one after the other
     layers,
-    tiles,
-    v_column,  # always 1, see `fused_rows`
+    one,
     ROWS: tl.constexpr,  # the type of X and C
     K: tl.constexpr,
     BIAS: tl.constexpr,
-    X_ALIGNED: tl.constexpr,  # whether addresses, sizes and strides of X and V are multiples of 16
+    X_ALIGNED: tl.constexpr,  # whether addresses, sizes and strides of X are multiples of 16
     C_ALIGNED: tl.constexpr,  # the same for C
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     LAYERS: tl.constexpr,
     PRESENT: tl.constexpr,  # bit i is set if there are layers of the i-th width
-    TILES: tl.constexpr,  # rows and filters of a tile, by width
+    TILES: tl.constexpr,  # rows and filters of a tile and whether it is turned, by width
 ):
     """partial = ((X V^T) * C)^T X for each tile of all layers: a block of filters and a slice of the rows."""
     number = partial.dtype.element_ty
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row = layer_of(table, tile, layers, FIRST_TILE, LAYERS)
-        X = tl.load(row + X_).to(tl.pointer_type(ROWS))
-        C = tl.load(row + C_).to(tl.pointer_type(ROWS))
-        V = tl.load(row + V_).to(tl.pointer_type(number))
-        D = tl.load(row + D_).to(tl.int32)
-        F = tl.load(row + F_).to(tl.int32)
-        M = tl.load(row + M_).to(tl.int32)
-        x_row = tl.load(row + X_ROW).to(tl.int32)
-        c_row = tl.load(row + C_ROW).to(tl.int32)
-        if X_ALIGNED:
-            X, V = tl.multiple_of(X, 16), tl.multiple_of(V, 16)
-            D, x_row = tl.multiple_of(D, 16), tl.multiple_of(x_row, 16)
-        if C_ALIGNED:
-            C, c_row = tl.multiple_of(C, 16), tl.multiple_of(c_row, 16)
-            F, M = tl.multiple_of(F, 16), tl.multiple_of(M, 16)
-        local = tile - tl.load(row + FIRST_TILE).to(tl.int32)
-        blocks = tl.load(row + BLOCKS).to(tl.int32)
-        slice_index = (local // blocks).to(tl.int64)
-        first = slice_index * tl.load(row + PER_SLICE)
-        last = tl.minimum(first + tl.load(row + PER_SLICE), tl.load(row + N_))
-        out = partial + tl.load(row + PARTIAL) + slice_index * F * (D + BIAS)
-        width = tl.load(row + WIDTH).to(tl.int32)
-        for i in tl.static_range(5):
-            # The outer condition is known at compile time, the inner one is not.
-            if (PRESENT >> i) % 2 == 1:  # noqa: SIM102
-                if width == i:
-                    BN: tl.constexpr = TILES[2 * i]
-                    BM: tl.constexpr = TILES[2 * i + 1]
-                    BD: tl.constexpr = 16 << i
-                    first_filter = (local % blocks) * BM
-                    total, bias_total = fused_rows(
-                        X, C, V, first, last, first_filter, D, F, M, x_row, 1, c_row, 1, D + BIAS, v_column,
-                        K, BIAS, FORM, ACROSS, False, BN, BM, BD,
-                    )  # fmt: skip
-                    store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
+    tile = tl.program_id(0)
+    row = layer_of(table, tile, layers, FIRST_TILE, LAYERS)
+    X = tl.load(row + X_).to(tl.pointer_type(ROWS))
+    C = tl.load(row + C_).to(tl.pointer_type(ROWS))
+    V = tl.load(row + V_).to(tl.pointer_type(number))
+    D = tl.load(row + D_).to(tl.int32)
+    F = tl.load(row + F_).to(tl.int32)
+    M = tl.load(row + M_).to(tl.int32)
+    x_row = tl.load(row + X_ROW).to(tl.int32)
+    c_row = tl.load(row + C_ROW).to(tl.int32)
+    if X_ALIGNED:
+        X = tl.multiple_of(X, 16)
+        D, x_row = tl.multiple_of(D, 16), tl.multiple_of(x_row, 16)
+    if C_ALIGNED:
+        C, c_row = tl.multiple_of(C, 16), tl.multiple_of(c_row, 16)
+        F, M = tl.multiple_of(F, 16), tl.multiple_of(M, 16)
+    pitch = pitch_of(D, F, ACROSS)
+    plane = (D if ACROSS else F).to(tl.int64) * pitch
+    parts = planes + tl.multiple_of(tl.load(row + PLANES), 16)
+    local = tile - tl.load(row + FIRST_TILE).to(tl.int32)
+    blocks = tl.load(row + BLOCKS).to(tl.int32)
+    slice_index = (local // blocks).to(tl.int64)
+    first = slice_index * tl.load(row + PER_SLICE)
+    last = tl.minimum(first + tl.load(row + PER_SLICE), tl.load(row + N_))
+    out = partial + tl.load(row + PARTIAL) + slice_index * F * (D + BIAS)
+    width = tl.load(row + WIDTH).to(tl.int32)
+    for i in tl.static_range(len(TILES) // 3):
+        # The outer condition is known at compile time, the inner one is not.
+        if (PRESENT >> i) % 2 == 1:  # noqa: SIM102
+            if width == i:
+                BN: tl.constexpr = TILES[3 * i]
+                BM: tl.constexpr = TILES[3 * i + 1]
+                TURNED: tl.constexpr = TILES[3 * i + 2]
+                BD: tl.constexpr = 16 << i
+                first_filter = (local % blocks) * BM
+                total, bias_total = fused_rows(
+                    X, C, V, parts, first, last, first_filter, D, F, M, x_row, 1, c_row, 1, D + BIAS, plane, pitch,
+                    one, K, BIAS, FORM, ACROSS, TURNED, False, BN, BM, BD,
+                )  # fmt: skip
+                store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
 
 
 @triton.jit(do_not_specialize=["layers"])
@@ -132,76 +180,24 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupedConfig:
-    """How the grouped kernel is compiled."""
-
-    tiles: tuple[tuple[int, int], ...]  # (rows, filters) of a tile, for each of WIDTHS
-    warps: int
-    stages: int
-    per_processor: int  # programs on one processor
-
-
-# (vendor, arithmetic) -> configurations, the default first. One kernel contains the code for every width that occurs
-# and needs as many registers as the widest, so tiles are smaller than in `pointwise`.
-CONFIGS: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
-    ("nvidia", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1),),
-    ("nvidia", "tensor"): (
-        GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (16, 32)), 8, 3, 1),
-        GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1),
-    ),
-    ("nvidia", "widened"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (16, 32), (16, 16)), 8, 3, 1),),
-    ("nvidia", "fp64"): (GroupedConfig(((16, 16),) * 5, 8, 2, 1),),
-    ("amd", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
-    ("amd", "tensor"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 32), (16, 32)), 4, 2, 1),),
-    ("amd", "widened"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
-    ("amd", "fp64"): (GroupedConfig(((16, 16),) * 5, 4, 2, 1),),
-    ("interpreter", "fp64"): (
-        GroupedConfig(((128, 64),) * 5, 1, 1, 1),
-        GroupedConfig(((64, 32),) * 5, 1, 1, 2),
-    ),
-}
-# Used instead of CONFIGS if X may be unaligned: every entry of a tile then needs its own address.
-UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
-    ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1),),
-    ("nvidia", "tensor"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1),),
-    ("nvidia", "widened"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 16), (16, 16)), 8, 3, 1),),
-    ("amd", "fp32"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
-    ("amd", "tensor"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
-}
-for _arithmetic in ("fp32", "tensor", "widened"):
-    CONFIGS["interpreter", _arithmetic] = CONFIGS["interpreter", "fp64"]
-
-
-def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) -> list[GroupedConfig]:
-    """Return the configurations that fit the device, the default one first."""
-    key = (device.vendor, launch.arithmetic(form, stored))
-    table = CONFIGS[key] if is_aligned else UNALIGNED.get(key, CONFIGS[key])
-    return [config for config in table if shared_memory(config, device, form, stored) <= device.shared_memory]
-
-
-def shared_memory(config: GroupedConfig, device: Device, form: str, stored: torch.dtype) -> int:
-    """Return an upper bound on the shared memory of a program: the maximum over its tiles."""
-    return max(
-        pointwise.shared_memory(Config(rows, filters, width, config.warps, config.stages), device, form, stored)
-        for width, (rows, filters) in zip(WIDTHS, config.tiles, strict=True)
-    )
-
-
-@dataclass(frozen=True)
 class Table:
     """A table on the device, and the sizes that a launch needs."""
 
     entries: Tensor
     tiles: int
     sums: int
+    splits: int
     partial_size: int
+    planes_size: int
     out_offsets: list[int]
     out_size: int
     present: int
 
 
-# Addresses, shapes and strides determine a table, so every step of a solver can reuse it.
+# Addresses, shapes and strides determine a table, so every step of a solver can reuse it, on any stream.
 _TABLES: OrderedDict[Hashable, Table] = OrderedDict()
+# Tables that a CUDA graph reads: nobody tells us when the graph is gone, so they stay.
+_CAPTURED: dict[Hashable, Table] = {}
 _TABLES_LOCK = threading.Lock()
 MOST_TABLES = 64
 # The widths that each kernel is compiled for. None is removed when a layer is done: an unused width costs less than
@@ -218,77 +214,145 @@ def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
         X, C, V, bias = layer
         if V.numel() == 0 or len(X) == 0:
             results[index] = torch.zeros_like(V)
-        elif X.shape[1] > WIDEST:
-            results[index] = pointwise_wide.splitting_matvec(X=X, C=C, V=V, bias=bias)
+            continue
+        alignment = _alignment(layer)
+        has_few_filters = V.numel() <= configs.FEW_FILTERS * V.shape[-1] and _is_special(X, alignment)
+        if X.shape[1] > _widest(X, alignment, has_few_filters):
+            alone = pointwise if pointwise.supports(X, C) else pointwise_wide
+            results[index] = alone.splitting_matvec(X=X, C=C, V=V, bias=bias)
         elif X.stride(1) != 1 or C.stride(1) != 1 or max(X.stride(0), C.stride(0)) >= FARTHEST:
             results[index] = pointwise.splitting_matvec(X=X, C=C, V=V, bias=bias)
         else:
             one_each = V.numel() == V.shape[-1] * C.shape[1]
-            groups.setdefault((X.device, X.dtype, one_each, bias, _alignment(layer)), []).append(index)
-    for members in groups.values():
-        for index, result in zip(members, _run([layers[i] for i in members]), strict=True):
+            key = (X.device, X.dtype, one_each, bias, alignment, has_few_filters)
+            groups.setdefault(key, []).append(index)
+    for (*_, has_few_filters), members in groups.items():  # type: ignore[misc]
+        for index, result in zip(members, _run([layers[i] for i in members], has_few_filters), strict=True):
             results[index] = result
     return [result for result in results if result is not None]
 
 
 def _alignment(layer: Member) -> tuple[bool, bool]:
-    """Return whether addresses, sizes and strides are multiples of 16: for X and V, and for C."""
-    X, C, V, _ = layer
-    of_x = (X.data_ptr(), V.data_ptr(), X.shape[1], X.stride(0))
-    of_c = (C.data_ptr(), C.shape[1], C.stride(0))
-    return all(number % 16 == 0 for number in of_x), all(number % 16 == 0 for number in of_c)
+    """Return whether addresses, sizes and strides are multiples of 16: for X, and for C."""
+    return configs.is_aligned(layer.X), configs.is_aligned(layer.C)
 
 
-def _run(layers: Sequence[Member]) -> list[Tensor]:
-    first = layers[0]
+def _widest(X: Tensor, alignment: tuple[bool, bool], has_few_filters: bool) -> int:
+    """Return the most inputs that a layer in a list may have."""
+    device = describe(X.device)
+    form = product_form(X.dtype, current().arithmetic, device)
+    found = configs.grouped(device, form, X.dtype, alignment, has_few_filters)
+    return WIDTHS[min(len(config.tiles) for config in found) - 1] if found else 0
+
+
+def _is_special(X: Tensor, alignment: tuple[bool, bool]) -> bool:
+    """Return whether a layer with few filters has a configuration of its own."""
+    device = describe(X.device)
+    form = product_form(X.dtype, current().arithmetic, device)
+    few, many = (configs.grouped(device, form, X.dtype, alignment, is_few) for is_few in (True, False))
+    return few != many and X.shape[1] <= _widest(X, alignment, True)
+
+
+def _run(layers: Sequence[Member], has_few_filters: bool) -> list[Tensor]:
+    X = layers[0].X
     vectors = [layer.V.contiguous() for layer in layers]
-    device, stored, number = describe(first.X.device), first.X.dtype, first.V.dtype
-    form = product_form(stored, current().arithmetic, device)
+    device, options = describe(X.device), current()
+    form = product_form(X.dtype, options.arithmetic, device)
+    candidates = configs.grouped(device, form, X.dtype, _alignment(layers[0]), has_few_filters)
+    shapes = tuple((layer.X.shape, V.shape) for layer, V in zip(layers, vectors, strict=True))
+    key = ("grouped", X.device, X.dtype, form, layers[0].bias, _alignment(layers[0]), shapes)
+    offsets: list[int] = []
+
+    def make(config: GroupedConfig) -> Plan:
+        table = _table(layers, vectors, config, device)
+        offsets[:] = table.out_offsets
+        return plan(layers, vectors, table, device, options, config)
+
+    with launch.on_device(X):
+        out = launch.choose(key, candidates, make)
+    return [out[offset:][: V.numel()].view(V.shape) for offset, V in zip(offsets, vectors, strict=True)]
+
+
+def plan(
+    layers: Sequence[Member],
+    vectors: Sequence[Tensor],
+    table: Table,
+    device: Device,
+    options: TritonOptions,
+    config: GroupedConfig,
+) -> Plan:
+    """Return the launches for layers of one kind; their results follow each other as the table says."""
+    first = layers[0]
+    stored, number = first.X.dtype, first.V.dtype
+    form = product_form(stored, options.arithmetic, device)
+    across = is_by_single_multiplications(form, device)
     x_aligned, c_aligned = _alignment(first)
     one_each = vectors[0].numel() == first.C.shape[1] * vectors[0].shape[-1]
-    kind = (first.X.device, stored, form, one_each, first.bias, x_aligned, c_aligned)
+    kind = (first.X.device, stored, form, one_each, first.bias, x_aligned, c_aligned, config)
+    _PRESENT[kind] = _PRESENT.get(kind, 0) | table.present
+    planes = first.X.new_empty(table.planes_size, dtype=plane_storage(form, stored)[1])
+    partial = first.X.new_empty(table.partial_size, dtype=number)
+    out = first.X.new_empty(table.out_size, dtype=number)
     LAYERS = max(LEAST_LAYERS, triton.next_power_of_2(len(layers)))
-
-    def run(config: GroupedConfig) -> list[Tensor]:
-        table = _table(layers, vectors, config, device)
-        _PRESENT[kind] = _PRESENT.get(kind, 0) | table.present
-        partial = first.X.new_empty(table.partial_size, dtype=number)
-        out = first.X.new_empty(table.out_size, dtype=number)
-        grouped_kernel[(min(table.tiles, config.per_processor * device.processors),)](
-            table.entries, partial, len(layers), table.tiles, 1,
-            ROWS=DTYPES[stored], K=1 if one_each else 2, BIAS=first.bias, X_ALIGNED=x_aligned, C_ALIGNED=c_aligned,
-            FORM=form, ACROSS=wants_filters_along_threads(form, device), LAYERS=LAYERS, PRESENT=_PRESENT[kind],
-            TILES=sum(config.tiles, ()),
-            num_warps=config.warps, num_stages=config.stages,
-        )  # fmt: skip
-        sum_layers_kernel[(table.sums,)](
-            table.entries, partial, out, len(layers), BIAS=first.bias, LAYERS=LAYERS, BLOCK=launch.SUM_BLOCK,
-            num_warps=launch.SUM_WARPS,
-        )  # fmt: skip
-        return [out[offset:][: V.numel()].view(V.shape) for offset, V in zip(table.out_offsets, vectors, strict=True)]
-
-    with launch.on_device(first.X):
-        shapes = tuple((layer.X.shape, V.shape) for layer, V in zip(layers, vectors, strict=True))
-        key = ("grouped", kind, shapes)
-        return run(launch.choose(key, configs(device, form, stored, x_aligned), run))
+    common = dict(table=table.entries, layers=len(layers), BIAS=first.bias, LAYERS=LAYERS)
+    split = Launch(
+        "grouped, split", split_layers_kernel, (table.splits,),
+        dict(
+            common, planes=planes, NUMBER=DTYPES[number], FORM=form, ACROSS=across, BF=SPLIT_FILTERS, BD=SPLIT_COLUMNS
+        ),
+        SPLIT_WARPS,
+    )  # fmt: skip
+    work = [
+        2 * PRODUCTS[form] * own.rows * own.filters * own.depth
+        for i, own in enumerate(config.configs)
+        if _PRESENT[kind] >> i & 1
+    ]
+    product = Launch(
+        "grouped", grouped_kernel, (table.tiles,),
+        dict(
+            common, planes=planes, partial=partial, one=launch.hidden_one(device),
+            ROWS=DTYPES[stored], K=1 if one_each else 2, X_ALIGNED=x_aligned, C_ALIGNED=c_aligned, FORM=form,
+            ACROSS=across, PRESENT=_PRESENT[kind],
+            TILES=sum(((own.rows, own.filters, own.turned) for own in config.configs), ()),
+        ),
+        config.warps, config.stages, tuple(work), config.label,
+    )  # fmt: skip
+    sums = Launch(
+        "grouped, sums", sum_layers_kernel, (table.sums,),
+        dict(common, partial=partial, out=out, BLOCK=launch.SUM_BLOCK),
+        launch.SUM_WARPS,
+    )  # fmt: skip
+    return Plan([split, product, sums], out)
 
 
 def _table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
     identities = (_identity(layer, V) for layer, V in zip(layers, vectors, strict=True))
-    where = layers[0].X.device
-    # A table is copied to the device on the stream of its first use; only later calls on that stream may read it.
-    stream = torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
-    key = (config, where, stream, layers[0].X.dtype, *identities)
+    where = _device_of(layers[0])
+    key = (config, where, layers[0].X.dtype, current().arithmetic, *identities)
+    is_captured = where.type == "cuda" and torch.cuda.is_current_stream_capturing()
     with _TABLES_LOCK:
+        if key in _CAPTURED:
+            return _CAPTURED[key]
         if key in _TABLES:
             _TABLES.move_to_end(key)
-            return _TABLES[key]
-        if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if is_captured:
+                _CAPTURED[key] = _TABLES.pop(key)
+                return _CAPTURED[key]
+        elif is_captured:
             raise RuntimeError("call the grouped product once with these tensors before a CUDA graph captures it")
-        table = _TABLES[key] = make_table(layers, vectors, config, device)
+        else:
+            _TABLES[key] = make_table(layers, vectors, config, device)
         if len(_TABLES) > MOST_TABLES:
             _TABLES.popitem(last=False)
-        return table
+        table = _TABLES[key]
+    if where.type == "cuda":
+        # Once the table is evicted, its memory is not used again before this stream has read it.
+        table.entries.record_stream(torch.cuda.current_stream(where))
+    return table
+
+
+def _device_of(layer: Member) -> torch.device:
+    return layer.X.device
 
 
 def _identity(layer: Member, V: Tensor) -> Hashable:
@@ -298,6 +362,9 @@ def _identity(layer: Member, V: Tensor) -> Hashable:
 
 def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
     """Return the table of these layers, with the work of each divided into tiles."""
+    stored = layers[0].X.dtype
+    form = product_form(stored, current().arithmetic, device)
+    across, count = is_by_single_multiplications(form, device), plane_storage(form, stored)[0]
     widths = [WIDTHS.index(launch.power_of_two(layer.X.shape[1], WIDTHS[0], WIDTHS[-1])) for layer in layers]
     blocks = [
         triton.cdiv(V.numel() // V.shape[-1], config.tiles[width][1]) for V, width in zip(vectors, widths, strict=True)
@@ -326,20 +393,34 @@ def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: Grou
         key=lambda per_slice: launch.fullness(count_tiles(per_slice), programs),
     )
     rows, offsets = [], []
-    tiles = sums = partial = out = 0
+    tiles = sums = splits = partial = planes = out = 0
     for layer, V, width, n_blocks, per_slice in zip(layers, vectors, widths, blocks, shares, strict=True):
         (N, D), M, size = layer.X.shape, layer.C.shape[1], V.numel()
         slices = triton.cdiv(N, per_slice)
         addresses = [layer.X.data_ptr(), layer.C.data_ptr(), V.data_ptr()]
         sizes = [N, D, size // V.shape[-1], M, layer.X.stride(0), layer.C.stride(0)]
-        rows.append([*addresses, *sizes, width, n_blocks, per_slice, slices, tiles, partial, out, sums])
+        rows.append([*addresses, *sizes, width, n_blocks, per_slice, slices, tiles, partial, out, sums, planes, splits])
         offsets.append(out)
         tiles += n_blocks * slices
         sums += triton.cdiv(size, launch.SUM_BLOCK)
         partial += slices * size
+        F = size // V.shape[-1]
+        planes += count * (D * padded(F) if across else F * padded(D))
+        splits += triton.cdiv(F, SPLIT_FILTERS)
         # Every result begins at a multiple of 16 entries, so that vector loads are aligned.
         out += triton.cdiv(size, 16) * 16
-    table = torch.tensor(rows, dtype=torch.int64)
-    if layers[0].X.is_cuda:
-        table = table.pin_memory().to(layers[0].X.device, non_blocking=True)
-    return Table(table, tiles, sums, partial, offsets, out, sum({1 << width for width in widths}))
+    entries = _on_device(torch.tensor(rows, dtype=torch.int64), layers[0].X.device)
+    present = sum({1 << width for width in widths})
+    return Table(entries, tiles, sums, splits, partial, planes, offsets, out, present)
+
+
+def _on_device(table: Tensor, where: torch.device) -> Tensor:
+    """Return a copy that any stream of the device may read from now on, without waiting for work on the device."""
+    if where.type != "cuda":
+        return table if where.type == "cpu" else table.to(where)
+    stream = torch.cuda.Stream(where)
+    with torch.cuda.stream(stream):
+        copy = table.pin_memory().to(where, non_blocking=True)
+    # Only the copy is on this stream.
+    stream.synchronize()
+    return copy

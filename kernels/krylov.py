@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import launch
+from s3d_fast.kernels.launch import Launch
 from s3d_fast.maths.reference import KrylovState
 
 # The longest float32 vector that a program keeps in registers; a float64 vector may be half as long.
@@ -98,16 +99,22 @@ def supports(state: KrylovState) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
-def krylov_extend(state: KrylovState, product: Tensor, step: int) -> None:
-    """Take one Lanczos step in spaces that the kernel supports, as `s3d_fast.maths.reference.krylov_extend` does."""
+def plan(state: KrylovState, product: Tensor, step: int) -> Launch:
+    """Return the launch of one step in spaces of at least one filter."""
     filters, capacity, D = state.basis.shape
-    if filters == 0:
-        return
     product = product if product.stride(1) == 1 else product.contiguous()
     BK, BD, warps = config(D)
-    noise = torch.finfo(state.basis.dtype).eps * (10 + D**0.5)
+    arguments = dict(
+        basis=state.basis, product=product, alpha=state.alpha, beta=state.beta, length=state.length, scale=state.scale,
+        q=state.q, step=step, D=D, capacity=capacity, p_row=product.stride(0), t_row=state.alpha.stride(0),
+        noise=torch.finfo(state.basis.dtype).eps * (10 + D**0.5), BK=BK, BD=BD,
+    )  # fmt: skip
+    return Launch("krylov", extend_kernel, (filters,), arguments, warps, label=f"{BK}x{BD}, {warps} warps")
+
+
+def krylov_extend(state: KrylovState, product: Tensor, step: int) -> None:
+    """Take one Lanczos step in spaces that the kernel supports, as `s3d_fast.maths.reference.krylov_extend` does."""
+    if len(state.basis) == 0:
+        return
     with launch.on_device(state.basis):
-        extend_kernel[(filters,)](
-            state.basis, product, state.alpha, state.beta, state.length, state.scale, state.q, step, D, capacity,
-            product.stride(0), state.alpha.stride(0), noise, BK=BK, BD=BD, num_warps=warps,
-        )  # fmt: skip
+        plan(state, product, step).run()

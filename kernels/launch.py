@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -19,65 +19,67 @@ from s3d_fast.kernels.options import current
 
 
 @dataclass(frozen=True)
-class Config:
-    """The sizes of a program's tile, and how it is compiled."""
+class Launch:
+    """One launch of a kernel. It runs, or it is compiled for a GPU that is not here: both see the same arguments."""
 
-    rows: int
-    filters: int
-    depth: int  # entries of a row
+    name: str
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
     warps: int
-    stages: int
+    stages: int = 2
+    # The multiplications of tensor cores that one pass of each loop needs; empty if the kernel has no product.
+    work: tuple[int, ...] = ()
+    label: str = ""
 
-    @property
-    def compile_options(self) -> dict[str, int]:
-        """The keyword arguments of a launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
-
-    def for_filters(self, filters: int) -> Config:
-        """Return this configuration with smaller tiles for layers with few filters; a product needs at least 16."""
-        return replace(self, filters=power_of_two(filters, 16, self.filters))
+    def run(self) -> None:
+        """Launch the kernel on the current device."""
+        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
-def arithmetic(form: str, stored: torch.dtype) -> str:
-    """Return the kind of arithmetic, which selects the table of configurations.
+class Plan(NamedTuple):
+    """The launches of an operation, in their order, and the tensor that holds its result after them."""
 
-    "fp64"; "fp32" (IEEE); "tensor" (tensor cores); or "widened" (16-bit rows as 32 bits, which need twice the space).
-    """
-    if stored == torch.float64:
-        return "fp64"
-    if form == "widened" or (form == "ieee" and stored != torch.float32):
-        return "widened"
-    return "fp32" if form == "ieee" else "tensor"
+    launches: list[Launch]
+    result: Tensor
 
-
-def shared_memory(device: Device, tiles: Sequence[int], buffered: Sequence[int], stages: int, epilogue: int = 0) -> int:
-    """Return an upper bound on the shared memory of a program. All sizes are in bytes.
-
-    `buffered` tiles are loaded ahead: while the program works on one stage, the others are loaded. After the loop, the
-    result (`epilogue`) takes the place of the tiles. On AMD, tiles that are not buffered also take each other's place.
-    """
-    ahead = (stages - 1) * sum(buffered)
-    if device.vendor == "amd":
-        return max(*tiles, ahead, epilogue)
-    return max(sum(tiles) + ahead, epilogue)
+    def run(self) -> Tensor:
+        """Launch all kernels and return the result."""
+        for launch in self.launches:
+            launch.run()
+        return self.result
 
 
 C = TypeVar("C")
 _TUNED: dict[Hashable, object] = {}
 
 
-def choose(key: Hashable, candidates: Sequence[C], run: Callable[[C], object]) -> C:
-    """Return the configuration to use: the first candidate or, if tuning is on, the fastest, timed once per key.
+def choose(key: Hashable, candidates: Sequence[C], make: Callable[[C], Plan]) -> Tensor:
+    """Run the plan of one configuration: of the first or, if tuning is on, of the fastest, timed once per key.
 
-    `candidates` are the configurations that fit the device, the default one first; `run` launches one of them.
+    `candidates` are the configurations that fit the device, the default one first; `make` returns the plan of one.
     """
     if not candidates:
         raise RuntimeError(f"no configuration of the kernel fits this device: {key}")
     if not current().tune or len(candidates) == 1:
-        return candidates[0]
+        return make(candidates[0]).run()
     if key not in _TUNED:
-        _TUNED[key] = min(candidates, key=lambda candidate: _seconds(lambda: run(candidate)))
-    return _TUNED[key]  # type: ignore[return-value]
+        _TUNED[key] = _fastest(key, candidates, make)
+    return make(_TUNED[key]).run()  # type: ignore[arg-type]
+
+
+def _fastest(key: Hashable, candidates: Sequence[C], make: Callable[[C], Plan]) -> C:
+    """Return the fastest configuration. One that does not launch is left out, unless none does."""
+    times: dict[C, float] = {}
+    errors: list[Exception] = []
+    for candidate in candidates:
+        try:
+            times[candidate] = _seconds(lambda candidate=candidate: make(candidate).run())  # type: ignore[misc]
+        except (RuntimeError, triton.TritonError) as error:  # noqa: PERF203 - a launch takes longer
+            errors.append(error)
+    if not times:
+        raise RuntimeError(f"no configuration of the kernel launches on this device: {key}") from errors[0]
+    return min(times, key=times.__getitem__)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -115,6 +117,16 @@ def share_rows(rows: int, tiles: int, block: int, device: Device) -> tuple[int, 
     slices = next((slices for slices in full if full[slices] >= FULL_ENOUGH), max(full, key=full.__getitem__))
     per_slice = math.ceil(rows / slices / block) * block
     return per_slice, math.ceil(rows / per_slice)
+
+
+def hidden_one(device: Device) -> float | None:
+    """Return the argument `one` of kernels that transpose what they load.
+
+    On NVIDIA, the compiler copies such a tile asynchronously only if it is computed with before it is transposed: the
+    kernel multiplies it by this number, which must not be known at compile time. The interpreter copies nothing, and
+    would multiply the raw bits of 16-bit numbers.
+    """
+    return 1.0 if device.vendor == "nvidia" and not INTERPRETED else None
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager:
@@ -158,11 +170,11 @@ def sum_slices_kernel(
 SUM_BLOCK, SUM_WARPS = 512, 4
 
 
-def sum_slices(partial: Tensor) -> Tensor:  # (slices, ...) -> (...)
-    """Return the sum over the first dimension, always in the same order."""
+def summed(launches: list[Launch], partial: Tensor) -> Plan:  # partial: (slices, ...)
+    """Return the plan whose result is the sum over the slices that these launches write, always in the same order."""
     if len(partial) == 1:
-        return partial[0]
+        return Plan(launches, partial[0])
     out = torch.empty_like(partial[0])
+    arguments = dict(partial=partial, out=out, size=out.numel(), slices=len(partial), BLOCK=SUM_BLOCK)
     grid = (triton.cdiv(out.numel(), SUM_BLOCK),)
-    sum_slices_kernel[grid](partial, out, out.numel(), len(partial), BLOCK=SUM_BLOCK, num_warps=SUM_WARPS)
-    return out
+    return Plan([*launches, Launch("sum of slices", sum_slices_kernel, grid, arguments, SUM_WARPS)], out)

@@ -4,7 +4,7 @@ U (chunk, F) goes through memory. How it is stored depends on the rows:
     float32, float64    in the dtype of the rows
     bfloat16            in two bfloat16 planes, leading part and remainder, ready for the tensor cores of launch 2
     float16             in float32, since U can leave the range of float16
-    16-bit, "medium"    in the dtype of the rows
+    bfloat16, "medium"  in bfloat16
 """
 
 from __future__ import annotations
@@ -14,26 +14,80 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s3d_fast.kernels import launch
-from s3d_fast.kernels.device import Device, describe
-from s3d_fast.kernels.launch import Config, tile_offsets
-from s3d_fast.kernels.options import current
+from s3d_fast.kernels import configs, launch
+from s3d_fast.kernels.configs import Config
+from s3d_fast.kernels.device import INTERPRETED, Device, describe
+from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
+from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.products import (
-    dot,
+    PRODUCTS,
+    is_by_single_multiplications,
     leading_part,
+    load_planes,
+    padded,
     product_form,
-    rows_times,
+    remainder,
+    split_launch,
+    stored_times,
     times_rows,
-    wants_filters_along_threads,
+    times_stored,
 )
+
+
+@triton.jit
+def rows_product(
+    X,
+    planes,
+    rows,  # how many rows from X on there are
+    filters,  # how many filters from `planes` on there are
+    D,
+    x_row,
+    x_column,
+    plane,
+    pitch,
+    FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
+    FAR: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """X V^T (BN, BM) for the first rows of X and the first filters of the planes of V."""
+    number = tl.float64 if planes.dtype.element_ty == tl.float64 else tl.float32
+    r, k, own = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BM)
+    inside_n, inside_f = r < rows, own < filters
+    x_tile = tile_offsets(r, x_row, k, x_column, FAR)
+    v_tile = k[:, None] * pitch + own[None, :] if ACROSS else k[:, None] + own[None, :] * pitch
+    tl.assume(D > 0)
+    u = tl.zeros((BN, BM), number)
+    for first in range(0, D, BK):
+        inside_d = k < D - first
+        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
+        high, low = load_planes(planes, plane, v_tile, inside_d[:, None] & inside_f[None, :], FORM)
+        u = stored_times(x, high, low, u, FORM)
+        X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
+        planes += BK * pitch if ACROSS else BK
+    return u
+
+
+@triton.jit
+def store_product(U, plane, places, u, inside, FORM: tl.constexpr):
+    """U = u; in the split form as two planes, else as one."""
+    if FORM == "split":
+        high = leading_part(u, FORM)
+        tl.store(U + places, high, mask=inside)
+        tl.store(U + plane + places, remainder(u, high, FORM), mask=inside)
+    else:
+        tl.store(U + places, u.to(U.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["begin", "end"])
 def project_kernel(
     X,  # (N, D)
     C,  # (N, M)
-    V,  # (F, D (+ 1)), any strides
-    U,  # (planes, chunk, F)
+    V,  # (F, D (+ 1))
+    planes,  # (planes, F, pitch), the parts of V; if ACROSS, (planes, D, pitch)
+    U,  # (planes, chunk, u_row)
     begin,
     end,  # the chunk's rows are [begin, end)
     D,
@@ -44,70 +98,59 @@ def project_kernel(
     c_row,
     c_column,
     v_row,
-    v_column,
-    plane,  # entries per plane of U
+    plane,
+    pitch,
+    u_plane,
+    u_row,
     K: tl.constexpr,
     BIAS: tl.constexpr,
     FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
     FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
     """U = (X V^T + bias) * C for a chunk of rows."""
-    number = V.dtype.element_ty
     # Neighbouring programs take the same rows: X is read from memory once; V is small and comes from the cache.
     blocks = tl.cdiv(F, BM)
-    block = tl.program_id(0) % blocks
+    first_filter = (tl.program_id(0) % blocks) * BM
     row = (tl.program_id(0) // blocks).to(tl.int64) * BN
-    own = tl.arange(0, BM)
-    f = block * BM + own
-    V += block.to(tl.int64) * BM * v_row
-    r, k = tl.arange(0, BN), tl.arange(0, BK)
+    r, own = tl.arange(0, BN), tl.arange(0, BM)
+    f = first_filter + own
+    parts = planes + (first_filter if ACROSS else first_filter.to(tl.int64) * pitch)
+    u = rows_product(
+        X + (begin + row) * x_row, parts, end - begin - row, F - first_filter, D, x_row, x_column, plane, pitch,
+        FORM, ACROSS, FAR, BN, BM, BK,
+    )  # fmt: skip
     inside_n, inside_f = r < end - begin - row, f < F
-    x_tile = tile_offsets(r, x_row, k, x_column, FAR)
-    v_tile = tile_offsets(k, v_column, own, v_row, FAR)
-    X += (begin + row) * x_row
-    u = tl.zeros((BN, BM), number)
-    for first in range(0, D, BK):
-        inside_d = k < D - first
-        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
-        v = tl.load(V + v_tile, mask=inside_d[:, None] & inside_f[None, :], other=0.0)
-        u = rows_times(x, v, u, FORM)
-        X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
-        V += (tl.full((), BK, tl.int64) if FAR else BK) * v_column
     if BIAS:
-        # The loop has advanced V by whole blocks; the bias is entry D.
-        left = D - tl.cdiv(D, BK) * BK
-        u += tl.load(V + (own * v_row + left * v_column), mask=inside_f, other=0.0)[None, :]
+        u += tl.load(V + f.to(tl.int64) * v_row + D, mask=inside_f, other=0.0)[None, :]
     column = f if K == 1 else f % M
     inside = inside_n[:, None] & inside_f[None, :]
     c_tile = tile_offsets(r, c_row, column, c_column, FAR)
-    u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(number)
-    where = U + row * F + (r[:, None] * F + f[None, :])
-    if FORM == "split":
-        high = leading_part(u, FORM)
-        tl.store(where, high, mask=inside)
-        tl.store(where + plane, (u - high.to(tl.float32)).to(tl.bfloat16), mask=inside)
-    else:
-        tl.store(where, u.to(U.dtype.element_ty), mask=inside)
+    u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(u.dtype)
+    store_product(U + row * u_row, u_plane, r[:, None] * u_row + f[None, :], u, inside, FORM)
 
 
 @triton.jit(do_not_specialize=["begin", "end", "fresh"])
 def accumulate_kernel(
     X,  # (N, D)
-    U,  # (planes, chunk, F)
-    out,  # (slices, F, D (+ 1))
+    U,  # (planes, chunk, u_row), of which F columns count
+    out,  # (slices, filters, o_row)
     begin,
     end,  # the chunk's rows are [begin, end)
     D,
     F,
+    filters,  # columns of U beyond these belong to the second half of a row of `out`
     x_row,
     x_column,
-    plane,
+    u_plane,
+    u_row,
+    o_row,
+    half,  # where the second half of a row of `out` starts
     rows_per_slice,
     fresh,  # whether to ignore what `out` holds
-    BIAS: tl.constexpr,
     FORM: tl.constexpr,
     FAR: tl.constexpr,
     BM: tl.constexpr,
@@ -123,152 +166,190 @@ def accumulate_kernel(
     rows = tl.minimum(row + rows_per_slice, end - begin) - row
     r = tl.arange(0, BK)
     inside_f, inside_d = f < F, d < D
-    out += slice_index * F * (D + BIAS)
-    where = out + f.to(tl.int64)[:, None] * (D + BIAS) + d[None, :]
+    out += slice_index * filters * o_row
+    starts = (f % filters).to(tl.int64) * o_row + (f // filters) * half
+    where = out + starts[:, None] + d[None, :]
     inside = inside_f[:, None] & inside_d[None, :]
     total = tl.load(where, mask=inside & (fresh == 0), other=0.0)
-    bias_total = tl.zeros((BM,), number)
     x_tile = tile_offsets(r, x_row, d, x_column, FAR)
-    u_tile = r[None, :] * F + f[:, None]
+    u_tile = r[None, :] * u_row + f[:, None]
     X += (begin + row) * x_row
-    U += row * F
+    U += row * u_row
+    tl.assume(rows > 0)
     for first in range(0, rows, BK):
         inside_n = r < rows - first
         x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
         inside_u = inside_f[:, None] & inside_n[None, :]
         u = tl.load(U + u_tile, mask=inside_u, other=0.0)
         if FORM == "split":
-            low = tl.load(U + plane + u_tile, mask=inside_u, other=0.0)
-            total = dot(u, x, dot(low, x, total, "ieee"), "ieee")
-            if BIAS:
-                bias_total += tl.sum(u.to(number) + low.to(number), 1)
+            low = tl.load(U + u_plane + u_tile, mask=inside_u, other=0.0)
+            total = times_stored(u, low, x, total, FORM)
         else:
             total = times_rows(u.to(number), x, total, FORM)
-            if BIAS:
-                bias_total += tl.sum(u.to(number), 1)
         X += (tl.full((), BK, tl.int64) if FAR else BK) * x_row
-        U += BK * F
+        U += BK * u_row
     tl.store(where, total, mask=inside)
-    if BIAS:
-        # All programs along d have the same bias sums; the first one writes them.
-        bias_where, writes = out + f.to(tl.int64) * (D + 1) + D, inside_f & (tl.program_id(0) == 0)
-        bias_total += tl.load(bias_where, mask=writes & (fresh == 0), other=0.0)
-        tl.store(bias_where, bias_total, mask=writes)
 
 
-# (vendor, arithmetic) -> pairs of configurations, one per kernel; the default pair first. In the second of a pair,
-# `rows` counts columns of X and `depth` counts rows.
-CONFIGS: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
-    ("nvidia", "fp32"): (
-        (Config(128, 64, 16, 8, 3), Config(128, 64, 16, 8, 3)),
-        (Config(64, 64, 16, 4, 3), Config(64, 64, 16, 8, 3)),
-    ),
-    ("nvidia", "tensor"): (
-        (Config(128, 64, 32, 8, 3), Config(128, 64, 32, 8, 3)),
-        (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),
-        (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 4, 3)),
-    ),
-    ("nvidia", "widened"): ((Config(64, 64, 32, 8, 3), Config(64, 64, 32, 8, 3)),),
-    ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 3), Config(32, 32, 16, 4, 3)),),
-    ("amd", "fp32"): (
-        (Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),
-        (Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),
-    ),
-    ("amd", "tensor"): (
-        (Config(128, 64, 64, 4, 2), Config(128, 128, 32, 4, 2)),
-        (Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),
-    ),
-    ("amd", "fp64"): ((Config(32, 32, 16, 4, 2), Config(32, 32, 16, 4, 2)),),
-    ("interpreter", "fp64"): ((Config(128, 64, 128, 1, 1), Config(128, 64, 128, 1, 1)),) * 2,
-}
-CONFIGS["amd", "widened"] = CONFIGS["amd", "fp32"]
-for _arithmetic in ("fp32", "tensor", "widened"):
-    CONFIGS["interpreter", _arithmetic] = CONFIGS["interpreter", "fp64"]
+@triton.jit(do_not_specialize=["rows", "fresh", "first"])
+def column_sums_kernel(
+    U,  # (planes, chunk, u_row), of which the columns from `first` to F count
+    out,  # (slices, filters, o_row)
+    rows,  # of the chunk
+    D,
+    F,
+    first,
+    filters,
+    u_plane,
+    u_row,
+    o_row,
+    half,
+    rows_per_slice,
+    fresh,
+    FORM: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """out[slice, ..., D] += the sums of the columns of U over the slice's rows of a chunk, for the bias.
+
+    A kernel of its own: if tiles of U were also read by threads, the loop of `accumulate_kernel` would have one buffer
+    less, and copies would overwrite what tensor cores still read.
+    """
+    number = out.dtype.element_ty
+    f = first + tl.program_id(0) * BM + tl.arange(0, BM)
+    slice_index = tl.program_id(1).to(tl.int64)
+    begin = slice_index * rows_per_slice
+    count = tl.minimum(begin + rows_per_slice, rows) - begin
+    r = tl.arange(0, BK)
+    tile = r[:, None] * u_row + f[None, :]
+    U += begin * u_row
+    total = tl.zeros((BM,), number)
+    for row in range(0, count, BK):
+        inside = (r < count - row)[:, None] & (f < F)[None, :]
+        u = tl.load(U + tile, mask=inside, other=0.0).to(number)
+        if FORM == "split":
+            u += tl.load(U + u_plane + tile, mask=inside, other=0.0).to(number)
+        total += tl.sum(u, 0)
+        U += BK * u_row
+    where = out + slice_index * filters * o_row + (f % filters).to(tl.int64) * o_row + (f // filters) * half + D
+    total += tl.load(where, mask=(f < F) & (fresh == 0), other=0.0)
+    tl.store(where, total, mask=f < F)
 
 
-# Used instead of CONFIGS if sizes or strides are not multiples of 16: every entry then needs its own address.
-UNALIGNED: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
-    ("nvidia", "tensor"): ((Config(128, 64, 32, 8, 3), Config(64, 64, 32, 8, 3)),),
-}
-
-
-# Used instead of the first of a pair for at most FEW_ROWS rows: most reads are then of V, and small tiles spread them
-# over many programs.
-FEW_ROWS, FEW_ROWS_CONFIG = 64, Config(16, 16, 64, 4, 3)
-
-
-def configs(device: Device, form: str, stored: torch.dtype, is_aligned: bool) -> list[tuple[Config, Config]]:
-    """Return the pairs of configurations that fit the device, the default one first."""
-    key = (device.vendor, launch.arithmetic(form, stored))
-    table = CONFIGS[key] if is_aligned else UNALIGNED.get(key, CONFIGS[key])
-    return [
-        pair
-        for pair in table
-        if all(shared_memory(config, device, form, stored) <= device.shared_memory for config in pair)
-    ]
-
-
-def shared_memory(config: Config, device: Device, form: str, stored: torch.dtype) -> int:
-    """Return an upper bound on the shared memory of a program of either kernel."""
-    size, number = stored.itemsize, max(4, stored.itemsize)
-    rows, filters, depth = config.rows, config.filters, config.depth
-    epilogue = rows * filters * number
-    # Factors that are widened or split in two parts are copied.
-    copies = [2 * depth * (rows + filters) * 4] if form in ("split", "widened") else [0]
-    return launch.shared_memory(
-        device, copies, [rows * depth * size, filters * depth * number], config.stages, epilogue
-    )
+SUMMED_COLUMNS, SUMMED_ROWS, SUMMED_WARPS = (64, 128, 4) if INTERPRETED else (32, 64, 4)
 
 
 def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
     """Return the number of planes that store U, and their dtype."""
-    if form == "split":
-        return 2, stored
-    return 1, torch.float32 if stored == torch.float16 and form != "rounded" else stored
+    if form in ("split", "rounded"):
+        return PRODUCTS[form], stored
+    return 1, torch.float64 if stored == torch.float64 else torch.float32
+
+
+def accumulate_launches(
+    X: Tensor,  # (N, D)
+    U: Tensor,  # (planes, chunk, padded columns)
+    out: Tensor,  # (slices, filters, ...)
+    chunk: tuple[int, int],
+    columns: int,
+    half: int,
+    biased: range,
+    per_slice: int,
+    form: str,
+    far: bool,
+    config: Config,
+) -> list[Launch]:
+    """Return the launches that add U^T X over a chunk of rows to every slice of `out`, and sums of columns of U.
+
+    Column f belongs to row f % filters of `out`; from column `filters` on, to its second half. The sums of the columns
+    `biased` go behind their halves.
+    """
+    _, filters, o_row = out.shape
+    D = X.shape[1]
+    # The last chunk may have fewer rows, and then no rows for the last slices.
+    slices = triton.cdiv(chunk[1] - chunk[0], per_slice)
+    common = dict(
+        U=U, out=out, D=D, filters=filters, u_plane=U.stride(0), u_row=U.stride(1), o_row=o_row, half=half,
+        rows_per_slice=per_slice, fresh=int(chunk[0] == 0), FORM=form,
+    )  # fmt: skip
+    arguments = dict(
+        common, X=X, begin=chunk[0], end=chunk[1], F=columns, x_row=X.stride(0), x_column=X.stride(1), FAR=far,
+        BM=config.filters, BD=config.rows, BK=config.depth,
+    )  # fmt: skip
+    grid = (max(1, triton.cdiv(D, config.rows)), triton.cdiv(columns, config.filters), slices)
+    work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
+    launches = [
+        Launch("wide, accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label)
+    ]
+    if biased:
+        arguments = dict(
+            common, rows=chunk[1] - chunk[0], F=biased.stop, first=biased.start, BM=SUMMED_COLUMNS, BK=SUMMED_ROWS
+        )
+        blocks = triton.cdiv(len(biased), SUMMED_COLUMNS)
+        launches.append(Launch("wide, bias", column_sums_kernel, (blocks, slices), arguments, SUMMED_WARPS))
+    return launches
+
+
+def slices_of(X: Tensor, rows: int, columns: int, config: Config, device: Device) -> tuple[int, int]:
+    """Return the rows per slice and the number of slices of `accumulate_launches`."""
+    tiles = max(1, triton.cdiv(X.shape[1], config.rows)) * triton.cdiv(columns, config.filters)
+    return launch.share_rows(rows, tiles, config.depth, device)
+
+
+def plan(
+    X: Tensor,
+    C: Tensor,
+    V: Tensor,
+    bias: bool,
+    device: Device,
+    options: TritonOptions,
+    pair: tuple[Config, Config],
+) -> Plan:
+    """Return the launches for rows of any width and contiguous vectors V (F, D (+ 1))."""
+    (N, D), F, M = X.shape, len(V), C.shape[1]
+    form = product_form(X.dtype, options.arithmetic, device)
+    project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
+    across = is_by_single_multiplications(form, device)
+    far = any(launch.is_far((256, max(D, F)), tensor.stride()) for tensor in (X, C))
+    split, parts = split_launch(V, form, X.dtype, across, range(D))
+    planes, dtype = product_storage(form, X.dtype)
+    block = max(project.rows, accumulate.depth)
+    most = options.scratch_bytes // (planes * dtype.itemsize * padded(F))
+    chunk = N if most >= N else max(block, most // block * block)
+    U = X.new_empty(planes, min(chunk, N), padded(F), dtype=dtype)
+    per_slice, slices = slices_of(X, min(chunk, N), F, accumulate, device)
+    out = V.new_empty(slices, *V.shape)
+    name = "wide, project" + ", few rows" * (N <= configs.FEW_ROWS)
+    launches = [split]
+    for begin in range(0, N, chunk):
+        end = min(begin + chunk, N)
+        arguments = dict(
+            X=X, C=C, V=V, planes=parts, U=U, begin=begin, end=end, D=D, F=F, M=M, x_row=X.stride(0),
+            x_column=X.stride(1), c_row=C.stride(0), c_column=C.stride(1), v_row=V.stride(0), plane=parts.stride(0),
+            pitch=parts.stride(1), u_plane=U.stride(0), u_row=U.stride(1), K=1 if F == M else 2, BIAS=bias, FORM=form,
+            ACROSS=across, FAR=far, BN=project.rows, BM=project.filters, BK=project.depth,
+        )  # fmt: skip
+        grid = (triton.cdiv(F, project.filters) * triton.cdiv(end - begin, project.rows),)
+        work = (PRODUCTS[form] * project.rows * project.filters * project.depth,)
+        launches += [
+            Launch(name, project_kernel, grid, arguments, project.warps, project.stages, work, project.label),
+            *accumulate_launches(X, U, out, (begin, end), F, 0, range(F * bias), per_slice, form, far, accumulate),
+        ]
+    return launch.summed(launches, out)
 
 
 def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for a layer of any width, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
-    (N, D), M, options = X.shape, C.shape[1], current()
+    (N, D), options = X.shape, current()
     if V.numel() == 0 or N == 0:
         return torch.zeros_like(V)
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
-    F = len(vectors)
     device = describe(X.device)
     form = product_form(X.dtype, options.arithmetic, device)
-    columns = vectors.mT.contiguous().mT if wants_filters_along_threads(form, device) else vectors
-    planes, product_dtype = product_storage(form, X.dtype)
-    row_bytes = planes * product_dtype.itemsize * F
-    far = any(launch.is_far((256, max(D, F)), tensor.stride()) for tensor in (X, C, columns))
-
-    def run(pair: tuple[Config, Config]) -> Tensor:
-        project, accumulate = pair
-        if N <= FEW_ROWS:
-            project = FEW_ROWS_CONFIG
-        block = max(project.rows, accumulate.depth)
-        most = options.scratch_bytes // row_bytes
-        chunk = N if most >= N else max(block, most // block * block)
-        U = X.new_empty(planes, min(chunk, N), F, dtype=product_dtype)
-        tiles = (triton.cdiv(D, accumulate.rows), triton.cdiv(F, accumulate.filters))
-        per_slice, slices = launch.share_rows(min(chunk, N), tiles[0] * tiles[1], accumulate.depth, device)
-        out = vectors.new_empty(slices, *vectors.shape)
-        for begin in range(0, N, chunk):
-            end = min(begin + chunk, N)
-            programs = triton.cdiv(F, project.filters) * triton.cdiv(end - begin, project.rows)
-            project_kernel[(programs,)](
-                X, C, columns, U, begin, end, D, F, M, *X.stride(), *C.stride(), *columns.stride(), U.stride(0),
-                K=1 if F == M else 2, BIAS=bias, FORM=form, FAR=far,
-                BN=project.rows, BM=project.filters, BK=project.depth, **project.compile_options,
-            )  # fmt: skip
-            accumulate_kernel[(*tiles, slices)](
-                X, U, out, begin, end, D, F, *X.stride(), U.stride(0), per_slice, int(begin == 0),
-                BIAS=bias, FORM=form, FAR=far, BM=accumulate.filters, BD=accumulate.rows, BK=accumulate.depth,
-                **accumulate.compile_options,
-            )  # fmt: skip
-        return launch.sum_slices(out)
-
+    is_aligned = configs.is_aligned(X, C)
+    candidates = configs.wide(device, form, X.dtype, N, is_aligned)
+    shapes = (D, len(vectors), C.shape[1], X.stride(), N.bit_length())
+    key = ("wide", X.device, X.dtype, form, is_aligned, bias, *shapes)
     with launch.on_device(X):
-        is_aligned = all(number % 16 == 0 for number in (D, F, M, X.stride(0), C.stride(0)))
-        kind = (X.device, X.dtype, form, is_aligned, bias)
-        key = ("pointwise_wide", kind, D, F, M, X.stride(), N.bit_length())
-        return run(launch.choose(key, configs(device, form, X.dtype, is_aligned), run)).view(V.shape)
+        result = launch.choose(key, candidates, lambda pair: plan(X, C, vectors, bias, device, options, pair))
+    return result.view(V.shape)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import launch
+from s3d_fast.kernels.launch import Launch, Plan
 from s3d_fast.maths.reference import Widening
 
 ROWS, COLUMNS, WARPS = 4, 256, 4
@@ -38,8 +39,10 @@ def grow_kernel(
     BC: tl.constexpr,
 ):
     """out = (row_scale * weight[rows] + shift_scale * shift[shift_rows])[:, columns] * column_scale."""
-    r = tl.program_id(1).to(tl.int64) * BR + tl.arange(0, BR)
-    c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
+    # One dimension of programs: a grid has at most 65535 in any other.
+    across = tl.cdiv(new_size, BC)
+    r = (tl.program_id(0) // across).to(tl.int64) * BR + tl.arange(0, BR)
+    c = (tl.program_id(0) % across).to(tl.int64) * BC + tl.arange(0, BC)
     inside_r, inside_c = r < new_rows, c < new_size
     inside = inside_r[:, None] & inside_c[None, :]
     source = tl.load(columns + c // inner, mask=inside_c, other=0) * inner + c % inner if REPEAT else c
@@ -57,39 +60,36 @@ def grow_kernel(
     tl.store(out + r[:, None] * new_size + c[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
-def grow_weight(widening: Widening) -> Tensor:
-    """Return a weight after splits, as `s3d_fast.maths.reference.grow_weight` does. Indices must be in range."""
+def plan(widening: Widening) -> Plan:
+    """Return the launch for a weight with at least one entry after the splits."""
     weight, rows, columns = widening.weight.contiguous(), widening.rows.contiguous(), widening.columns
     shape = [len(rows), *weight.shape[1:]]
     if columns is not None:
         shape[1] = len(columns)
     out = weight.new_empty(shape)
     if out.numel() == 0:
-        return out
-    old_size, new_size = weight[0].numel(), out[0].numel()
-    given = [tensor if tensor is None else tensor.contiguous() for tensor in widening[2:7]]
-    row_scale, shift, shift_rows, columns, column_scale = given
+        return Plan([], out)
+    row_scale, shift, shift_rows, columns, column_scale = (
+        tensor if tensor is None else tensor.contiguous() for tensor in widening[2:7]
+    )
+    given = dict(
+        row_scale=row_scale, shift=shift, shift_rows=shift_rows, columns=columns, column_scale=column_scale
+    )  # fmt: skip
     # A tensor, because Triton would round a number to float32.
     shift_scale = torch.full((1,), widening.shift_scale, dtype=torch.float64, device=weight.device)
-    with launch.on_device(weight):
-        grow_kernel[(triton.cdiv(new_size, COLUMNS), triton.cdiv(len(rows), ROWS))](
-            weight,
-            rows,
-            *(weight if tensor is None else tensor for tensor in given),
-            shift_scale,
-            out,
-            len(rows),
-            old_size,
-            new_size,
-            weight.shape[2:].numel(),
-            ROW_SCALE=row_scale is not None,
-            SHIFT=shift is not None,
-            SHIFT_ROWS=shift_rows is not None,
-            REPEAT=columns is not None,
-            COLUMN_SCALE=column_scale is not None,
-            NUMBER=tl.float64 if weight.dtype == torch.float64 else tl.float32,
-            BR=ROWS,
-            BC=COLUMNS,
-            num_warps=WARPS,
-        )
-    return out
+    new_size = out[0].numel()
+    arguments = dict(
+        {name: weight if tensor is None else tensor for name, tensor in given.items()},
+        weight=weight, rows=rows, shift_scale=shift_scale, out=out, new_rows=len(rows), old_size=weight[0].numel(),
+        new_size=new_size, inner=weight.shape[2:].numel(), ROW_SCALE=row_scale is not None, SHIFT=shift is not None,
+        SHIFT_ROWS=shift_rows is not None, REPEAT=columns is not None, COLUMN_SCALE=column_scale is not None,
+        NUMBER=tl.float64 if weight.dtype == torch.float64 else tl.float32, BR=ROWS, BC=COLUMNS,
+    )  # fmt: skip
+    grid = (triton.cdiv(new_size, COLUMNS) * triton.cdiv(len(rows), ROWS),)
+    return Plan([Launch("surgery", grow_kernel, grid, arguments, WARPS, label=f"{ROWS}x{COLUMNS}")], out)
+
+
+def grow_weight(widening: Widening) -> Tensor:
+    """Return a weight after splits, as `s3d_fast.maths.reference.grow_weight` does. Indices must be in range."""
+    with launch.on_device(widening.weight):
+        return plan(widening).run()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from s3d_fast.kernels import launch
 from s3d_fast.kernels.device import INTERPRETED
+from s3d_fast.kernels.launch import Launch, Plan
 
 # Few lanes, so that even few filters make many programs; in the interpreter the number of lanes costs no time.
 LANES, SHIFTS, WARPS = 256 if INTERPRETED else 8, 8, 1
@@ -242,33 +243,47 @@ def widths_kernel(
     tl.store(widths + lane, tl.where(last == 0, 0.0, width), mask=inside)
 
 
+def widths_plan(alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor) -> Plan:
+    """Return the launch that computes the certified widths of at least one matrix."""
+    alpha, beta = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (alpha, beta))
+    lanes, steps = 2 * len(alpha), alpha.shape[1]
+    widths = torch.empty_like(values, memory_format=torch.contiguous_format)
+    arguments = dict(
+        alpha=alpha, beta=beta, length=length.contiguous(), values=values.contiguous(), growth=growth.contiguous(),
+        widths=widths, lanes=lanes, steps=steps, a_row=alpha.stride(0), b_row=beta.stride(0), LANES=LANES,
+    )  # fmt: skip
+    grid = (triton.cdiv(lanes, LANES),)
+    return Plan([Launch("certified widths", widths_kernel, grid, arguments, WARPS, label=f"{LANES} lanes")], widths)
+
+
 def certified_widths(*, alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor) -> Tensor:
     """Return the widths, as `s3d_fast.maths.reference.certified_widths` defines them."""
+    if len(alpha) == 0:
+        return torch.empty_like(values, memory_format=torch.contiguous_format)
+    with launch.on_device(alpha):
+        return widths_plan(alpha, beta, length, values, growth).run()
+
+
+def extremes_plan(alpha: Tensor, beta: Tensor, length: Tensor, vectors: Tensor) -> Plan:
+    """Return the launch that computes the extreme eigenvalues of at least one matrix, and writes their vectors."""
     alpha, beta = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (alpha, beta))
     filters, steps = alpha.shape
-    widths = torch.empty_like(values, memory_format=torch.contiguous_format)
-    if filters == 0:
-        return widths
-    with launch.on_device(alpha):
-        widths_kernel[(triton.cdiv(2 * filters, LANES),)](
-            alpha, beta, length.contiguous(), values.contiguous(), growth.contiguous(), widths, 2 * filters, steps,
-            alpha.stride(0), beta.stride(0), LANES=LANES, num_warps=WARPS,
-        )  # fmt: skip
-    return widths
+    values = alpha.new_empty(filters, 2, dtype=torch.float64)
+    work = alpha.new_empty(5, steps, 2 * filters, dtype=torch.float64)
+    arguments = dict(
+        alpha=alpha, beta=beta, length=length.contiguous(), values=values, vectors=vectors, work=work,
+        lanes=2 * filters, steps=steps, a_row=alpha.stride(0), b_row=beta.stride(0), LANES=LANES, SHIFTS=SHIFTS,
+        ROUNDS=ROUNDS,
+    )  # fmt: skip
+    grid = (triton.cdiv(2 * filters, LANES),)
+    return Plan([Launch("tridiagonal", extremes_kernel, grid, arguments, WARPS, label=f"{LANES} lanes")], values)
 
 
 def tridiagonal_extremes(*, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """Return the extreme eigenpairs, as `s3d_fast.maths.reference.tridiagonal_extremes` defines them."""
-    alpha, beta = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (alpha, beta))
     filters, steps = alpha.shape
-    values = alpha.new_empty(filters, 2, dtype=torch.float64)
     vectors = alpha.new_empty(filters, 2, steps, dtype=torch.float64)
     if filters == 0:
-        return values, vectors
-    work = alpha.new_empty(5, steps, 2 * filters, dtype=torch.float64)
+        return alpha.new_empty(0, 2, dtype=torch.float64), vectors
     with launch.on_device(alpha):
-        extremes_kernel[(triton.cdiv(2 * filters, LANES),)](
-            alpha, beta, length.contiguous(), values, vectors, work, 2 * filters, steps, alpha.stride(0),
-            beta.stride(0), LANES=LANES, SHIFTS=SHIFTS, ROUNDS=ROUNDS, num_warps=WARPS,
-        )  # fmt: skip
-    return values, vectors
+        return extremes_plan(alpha, beta, length, vectors).run(), vectors

@@ -23,14 +23,15 @@ Matvec = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_NAMES.get)
 
 # With few processors, so that programs have several tiles.
-GPUS = {TARGETS[name].device.vendor: replace(TARGETS[name].device, processors=2) for name in ("sm_90", "gfx942")}
+GPUS = {target.device.family: replace(target.device, processors=2) for target in TARGETS.values()}
 every_vendor = pytest.mark.parametrize("vendor", GPUS)
 
 # The dtypes and precisions that a table of configurations is for, by its arithmetic.
 ARITHMETIC = {
     "fp64": [(torch.float64, "highest")],
     "fp32": [(torch.float32, "highest")],
-    "tensor": [(torch.bfloat16, "highest"), (torch.float32, "high")],
+    "bf16": [(torch.bfloat16, "highest")],
+    "tf32x3": [(torch.float32, "high")],
     "widened": [(torch.float16, "highest")],
 }
 
@@ -46,8 +47,7 @@ class Launch(NamedTuple):
     """One launch of a kernel."""
 
     grid: tuple[int, ...]
-    arguments: tuple
-    constants: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 class Recorder:
@@ -57,9 +57,9 @@ class Recorder:
         self.kernel, self.launches = kernel, list[Launch]()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*arguments: Any, **constants: Any) -> None:
-            self.launches.append(Launch(grid, arguments, constants))
-            self.kernel[grid](*arguments, **constants)
+        def run(**arguments: Any) -> None:
+            self.launches.append(Launch(grid, arguments))
+            self.kernel[grid](**arguments)
 
         return run
 

@@ -10,8 +10,10 @@ from torch import Tensor
 from s3d_fast.backends.interface import Backend
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base import require
+from s3d_fast.base.dtypes import compute_dtype
 from s3d_fast.kernels import (
     curvature,
+    dense,
     edgeconv,
     gated,
     grouped,
@@ -27,7 +29,10 @@ from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, Kry
 
 
 class TritonBackend(Backend):
-    """Kernels for NVIDIA and AMD. Dense matrices and eigenproblems, and all convolutions, are PyTorch's own."""
+    """Kernels for NVIDIA and AMD.
+
+    Dense matrices and their eigenproblems, convolutions, depthwise chains and channels of several layers use PyTorch.
+    """
 
     name = "triton"
     uses_incoming = True
@@ -40,8 +45,8 @@ class TritonBackend(Backend):
         return "" if known else f"it has no formula for {activation.name!r}"
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-        family = pointwise.splitting_matvec if X.shape[1] <= pointwise.WIDEST else pointwise_wide.splitting_matvec
-        return family(X=X, C=C, V=V, bias=bias)
+        family = pointwise if pointwise.supports(X, C) else pointwise_wide
+        return family.splitting_matvec(X=X, C=C, V=V, bias=bias)
 
     def splitting_matvec_grouped(
         self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
@@ -50,8 +55,7 @@ class TritonBackend(Backend):
         return grouped.splitting_matvec_grouped([grouped.Member(X=x, C=c, V=v, bias=b) for x, c, v, b in layers])
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
-        product = gated.gated_matvec if gated.supports(X) else REFERENCE.gated_matvec
-        return product(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
+        return gated.gated_matvec(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
 
     def depthwise_matvec(
         self,
@@ -83,10 +87,10 @@ class TritonBackend(Backend):
         return REFERENCE.depthwise_row_norms(X=X, d=d, weight=weight, stage=stage, bias=bias)
 
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
-        return REFERENCE.splitting_matrices(X=X, C=C, bias=bias)
+        return dense.splitting_matrices(X=X, C=C, bias=bias, dtype=compute_dtype(X.dtype))
 
     def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
-        REFERENCE.add_splitting_matrices(S=S, X=X, C=C, bias=bias, weight=weight)
+        S.add_(self.splitting_matrices(X=X, C=C, bias=bias), alpha=weight)
 
     def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return REFERENCE.conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
@@ -107,6 +111,9 @@ class TritonBackend(Backend):
         incoming: Incoming | None,
         ties: EdgeTies | None,
     ) -> Tensor:
+        if X.shape[2] == 0:
+            # The kernels' products need at least one feature.
+            return REFERENCE.edgeconv_matvec(X=X, winner=winner, C=C, V=V, bias=bias, incoming=incoming, ties=ties)
         edges = incoming or incoming_edges(winner)
         if ties is not None and ties.incoming is None:
             ties = ties._replace(incoming=incoming_edges(ties.runner))

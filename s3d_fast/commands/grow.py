@@ -97,7 +97,11 @@ def add(command: Parser) -> None:
     command.add_argument("--quiet", action="store_true", help="no progress bars")
     settings = command.add_argument_group("settings of the recipe, instead of the preset's")
     for name, (kind, help) in recipes.Recipe.settings().items():
-        settings.add_argument(f"--{name.replace('_', '-')}", type=_parser(kind), help=help, metavar=_metavar(kind))
+        flag = f"--{name.replace('_', '-')}"
+        if kind == "bool":
+            settings.add_argument(flag, action="store_true", default=None, help=help)
+            continue
+        settings.add_argument(flag, type=_parser(kind), help=help, metavar=_metavar(kind))
     command.set_defaults(run=lambda options: _run(configured(command, options)))
 
 
@@ -308,8 +312,14 @@ class _Reporter:
 
 def _parser(kind: str) -> Callable[[str], Any]:
     """Return a function that parses the text of an option into a value of a setting's type."""
-    if kind == "float | str":
-        return lambda text: float(text) if _is_number(text) else text
+    if kind.startswith(("float | str", "int | str")):
+        number = float if kind.startswith("float") else int
+
+        def number_or_word(text: str) -> float | str:
+            return number(text) if _is_number(text) else text
+
+        number_or_word.__name__ = number.__name__
+        return number_or_word
     element: Callable[[str], Any] = float if "float" in kind else int if "int" in kind else str
     if kind.startswith("int | tuple"):
 

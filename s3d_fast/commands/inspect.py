@@ -83,8 +83,9 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print("\nThe run has not computed the spectra of this network; give --data to compute them.")
         return 0
-    print(f"\nExtreme eigenvalues of the filters, from {where}; G: the gains for m = {recipe.m}, c = {recipe.c}:")
-    print(text_table(_table(ends, recipe.m, recipe.c)))
+    m = recipe.m if isinstance(recipe.m, int) else 4
+    print(f"\nExtreme eigenvalues of the filters, from {where}; G: the gains for m = {m}, c = {recipe.c}:")
+    print(text_table(_table(ends, m, recipe.c)))
     return 0
 
 

@@ -81,6 +81,8 @@ class Grower:
             budget, which may be 0 or negative.
         fresh: other batches, a list or a function of the phase, on which every phase measures what share of the
             promised gain is real; this takes another capture.
+        split_time: batches whose method `larger` returns more of them are replaced by these, as long as fresh batches
+            keep more of the promised gain, within this share of the time that training took.
         plan: makes the split plan from the phase and the graph; it replaces capture, eigenpairs and selection.
         out: a folder for checkpoints, the history and a description of the run, see `RunFolder`. Without a folder
             nothing is written, and the run cannot be resumed.
@@ -126,6 +128,7 @@ class Grower:
         new_filters: Options | None = None,
         removals: bool = False,
         fresh: Sequence[Any] | Callable[[int], Iterable[Any]] | None = None,
+        split_time: float = 0.5,
         plan: Callable[[int, Graph], SplitPlan] | None = None,
         out: str | Path | None = None,
         name: str | None = None,
@@ -145,7 +148,7 @@ class Grower:
         self.solver = {} if solver is None else dict(solver)
         self.rows_per_sample = rows_per_sample
         self.memory_budget, self.units, self.plan = memory_budget, units, plan
-        self.splits, self.removals, self.fresh = splits, removals, fresh
+        self.splits, self.removals, self.fresh, self.split_time = splits, removals, fresh, split_time
         self.new_filters = None if new_filters is None else dict(new_filters)
         self.folder = None if out is None else RunFolder(out)
         self.seed, self.after_phase, self.progress = seed, after_phase, progress
@@ -303,6 +306,7 @@ class Grower:
             removals=self.removals,
             example_input=self.example_input,
             fresh=self.fresh,
+            split_time=self.split_time,
         )
 
     def _settings(self) -> dict[str, Any]:

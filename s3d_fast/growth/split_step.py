@@ -30,7 +30,7 @@ from s3d_fast.network.graph import Graph, filter_lengths, stored_tensors
 from s3d_fast.network.undisturbed import undisturbed
 from s3d_fast.network.wrapping import inside
 from s3d_fast.operators import SplittingOperator
-from s3d_fast.records.record import Phase
+from s3d_fast.records.record import EIGEN_STAGES, Phase
 from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.solvers import Spectrum, Status, extremal_eigenpairs
 from s3d_fast.solvers.noise import COARSE_DELTA, COARSEST, sampling_errors, worthwhile_tolerance
@@ -41,6 +41,8 @@ from s3d_fast.splitting.selection import cut_of, select
 from s3d_fast.splitting.surgery import apply_splits
 
 Options = Mapping[str, Any]
+# More batches are taken as long as fresh data keep more of the promised gain, by at least this much.
+LEAST_RISE = 0.02
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class SplitStep:
     example_input: Any = None
     # Other batches, which tell how much of the promised gain is real.
     fresh: Iterable[Any] | Callable[[int], Iterable[Any]] | None = None
+    # Batches that can become more do so within this share of the time that training took.
+    split_time: float = 0.5
 
     @property
     def step(self) -> StepSize:
@@ -115,6 +119,12 @@ class SplitStep:
             batches: Any = given if are_the_same(given) else list(given)
             phase.batches = int(self.world.sum(len(batches))[0])
         plan = self._plan(phase, model, graph, batches, folder)
+        while (more := self._more(phase, batches)) is not None:
+            before, batches = phase.kept, more
+            phase.batches = int(self.world.sum(len(batches))[0])
+            plan = self._plan(phase, model, graph, batches, folder)
+            if phase.kept is None or before is None or phase.kept < before + LEAST_RISE:
+                break
         # A search that ran out of time can end differently in each process: all take the first one's plan.
         changes = self.world.same((plan.splits, plan.new, plan.removed))
         plan = replace(plan, splits=changes[0], new=changes[1], removed=changes[2])
@@ -142,6 +152,16 @@ class SplitStep:
             with timed(phase, "measure"):
                 phase.split_loss = self._loss(model, batches)
         return plan
+
+    def _more(self, phase: Phase, batches: Any) -> Any:
+        """Return more batches, if there are any, fresh data tell whether they help, and time is left; else None."""
+        larger = getattr(batches, "larger", None)
+        if larger is None or phase.kept is None:
+            return None
+        taken = sum(phase.seconds.get(stage, 0.0) for stage in EIGEN_STAGES)
+        # Twice the batches take twice the time.
+        is_affordable = self.world.same(taken + 2 * taken <= self.split_time * phase.seconds.get("train", 0.0))
+        return larger() if is_affordable else None
 
     def _plan(
         self, phase: Phase, model: nn.Module, graph: Graph, batches: Collection[Any], folder: RunFolder | None
@@ -241,11 +261,13 @@ class SplitStep:
         options = {"units": self.units, "generator": generator, **(self.new_filters or {})}
         return propose_filters(model, self.loss_fn, batches, graph, **options)
 
-    def _kept(self, phase: Phase, model: nn.Module, graph: Graph, plan: SplitPlan) -> float:
-        """Return the share of the promised gain that splits have on other data."""
+    def _kept(self, phase: Phase, model: nn.Module, graph: Graph, plan: SplitPlan) -> float | None:
+        """Return the share of the promised gain that splits have on other data; None if there are none."""
         assert self.fresh is not None
         given = self.fresh(phase.index) if callable(self.fresh) else self.fresh
         batches: Any = given if are_the_same(given) else list(given)
+        if not self.world.sum(len(batches))[0]:
+            return None
         splits = plan.by_unit()
         operators = self._captured(model, graph, batches, list(splits))
         return kept_gain(operators, splits) / plan.gain

@@ -39,19 +39,22 @@ class Split(NamedTuple):
     gain: Tensor  # (...)
 
 
-def split_gain(lambda_min: Tensor | float, lambda_max: Tensor | float, m: int = 2, c: float = 1.0) -> Tensor:
+def split_gain(
+    lambda_min: Tensor | float, lambda_max: Tensor | float, m: int = 2, c: float = 1.0, theorem: str = "true"
+) -> Tensor:
     """Return G, the best possible sum_k w_k delta_k^T S delta_k over m copies; never positive.
 
     Args:
         lambda_min, lambda_max: the extreme eigenvalues of S; any shape, the same for both.
         m: the number of copies, 2, 3 or 4. A fifth copy gains nothing.
         c: the bound on the sum of absolute weights; 1 allows positive weights only (S2D).
+        theorem: "true"; or "paper", three copies as in its Theorem 2, without the mixed scheme.
 
     Raises:
         ValueError: m or c is out of range; or eigenvalues are not finite, differ in shape, or lambda_min > lambda_max.
     """
     low, high = _eigenvalues(lambda_min, lambda_max)
-    gains = _gains(low, high, m, c)
+    gains = _gains(low, high, m, c, theorem)
     return gains.amin(-1).clamp(max=0)
 
 
@@ -62,6 +65,7 @@ def optimal_split(
     v_max: Tensor,  # (..., D), unit vectors
     m: int = 2,
     c: float = 1.0,
+    theorem: str = "true",
 ) -> Split:
     """Return the weights and offsets that attain `split_gain`, for each neuron.
 
@@ -75,7 +79,7 @@ def optimal_split(
         require.shape(name, vector, (*low.shape, width))
         require.agreement(name, vector, "lambda_min", low)
         require.finite(name, vector)
-    gains = _gains(low, high, m, c)
+    gains = _gains(low, high, m, c, theorem)
     gain, choice = gains.min(-1)
     gain = gain.clamp(max=0)
 
@@ -120,15 +124,18 @@ def _eigenvalues(lambda_min: Tensor | float, lambda_max: Tensor | float) -> tupl
     return low, high
 
 
-def _gains(low: Tensor, high: Tensor, m: int, c: float) -> Tensor:
+def _gains(low: Tensor, high: Tensor, m: int, c: float, theorem: str) -> Tensor:
     """Return the gain of every scheme with m copies, (..., schemes), in the order of `_tables`."""
+    require.choice("theorem", theorem, ("true", "paper"))
     require.copy_count(m)
     require.weight_bound(c)
     r = (c - 1) / (c + 1)
     if m == 2:
         schemes = [low, -r * high]
     elif m == 3:
-        schemes = [(c + 1) / 2 * low, -(c - 1) / 2 * high, 2 * c / (c + 1) * low - r * high]
+        schemes = [(c + 1) / 2 * low, -(c - 1) / 2 * high]
+        # The paper overlooks that both directions can be mixed.
+        schemes += [2 * c / (c + 1) * low - r * high] if theorem == "true" else []
     else:
         schemes = [(c + 1) / 2 * low.clamp(max=0) - (c - 1) / 2 * high.clamp(min=0)]
     return torch.stack(schemes, -1)

@@ -132,7 +132,7 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
     """
     recipe, classes = job.recipe, job.dataset.classes
     if job.like is None:
-        if recipe.fraction is None:
+        if recipe.fraction is None or not isinstance(recipe.m, int):
             raise ValueError("a recipe that grows to given MACs needs a run to match; give like")
         share = 1 + recipe.fraction * (recipe.m - 1)
         filters = [round(sum(recipe.widths) * share**step) for step in range(recipe.steps + 1)]

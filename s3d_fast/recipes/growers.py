@@ -20,6 +20,7 @@ from s3d_fast.recipes import baselines, prune_plans
 from s3d_fast.recipes.job import Job, evaluate, make_loss, make_network, make_optimizer
 from s3d_fast.recipes.methods import METHODS
 from s3d_fast.recipes.recipe import Recipe
+from s3d_fast.recipes.split_data import AUTO_TIME, Drawn
 from s3d_fast.splitting.plan import SplitPlan
 
 
@@ -49,7 +50,7 @@ def grower_of(job: Job, recipe: Recipe, model: nn.Module, training_loss: Any = N
     arguments: dict[str, Any] = {
         "eps": recipe.eps,
         "curvature": recipe.curvature,
-        "solver": {"solver": "auto", **({} if recipe.tol is None else {"tol": recipe.tol})},
+        "solver": {"solver": recipe.solver, **({} if recipe.tol is None else {"tol": recipe.tol})},
         "rows_per_sample": recipe.rows_per_sample or None,
         "memory_budget": recipe.memory_budget,
         "new_filters": None if recipe.new_filters is None else {"kind": recipe.new_filters},
@@ -64,10 +65,19 @@ def grower_of(job: Job, recipe: Recipe, model: nn.Module, training_loss: Any = N
     }
     split_data = job.split_data(model)
 
-    def batches(phase: int) -> Iterable[Any]:
+    last_drawn: list[Drawn] = []
+
+    def batches(phase: int) -> Drawn:
         assert grower.phase is not None
         seconds = [epoch["seconds"] for epoch in grower.phase.epochs]
-        return split_data.batches(median(seconds) if seconds else None)
+        last_drawn[:] = [split_data.batches(median(seconds) if seconds else None)]
+        return last_drawn[0]
+
+    def fresh(phase: int) -> Iterable[Any]:
+        return last_drawn[0].held_back() or ()
+
+    arguments.setdefault("fresh", fresh)
+    arguments.setdefault("split_time", AUTO_TIME)
 
     grower = Grower(
         model,
@@ -95,13 +105,22 @@ def growing(job: Job) -> Grower:
         split_data.plan(1)
     graph = trace(model, torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
     units = [name for name in graph.units if recipe.may_split(name)]
-    signed = {"m": recipe.m, "c": recipe.c} if job.method in ("s3d", "regrow") else {"m": 2, "c": 1.0}
+    signed: dict[str, Any] = {"m": 2, "c": 1.0}
+    if job.method in ("s3d", "regrow"):
+        signed = {"m": recipe.m, "c": recipe.c, **({} if recipe.theorem == "true" else {"theorem": recipe.theorem})}
+    if recipe.threshold:
+        signed["threshold"] = recipe.threshold
 
     def selection(phase: int, graph: Graph) -> dict[str, Any]:
-        if recipe.macs is None:
+        if recipe.fraction is not None:
             return {**signed, "fraction": recipe.fraction}
-        left = recipe.macs[phase] - costs.count(graph).macs if phase < len(recipe.macs) else 0
-        return {**signed, "budget": left if job.method == "regrow" else max(0, left), "cost": "macs"}
+        if recipe.top_k is not None:
+            return {**signed, "top_k": recipe.top_k}
+        cost, budgets = ("macs", recipe.macs) if recipe.macs is not None else ("params", recipe.params)
+        assert budgets is not None
+        left = budgets[phase] - getattr(costs.count(graph), cost) if phase < len(budgets) else 0
+        budget = left if job.method == "regrow" else max(0, left)
+        return {**signed, "budget": budget, "cost": cost, **({"relax": True} if recipe.relax else {})}
 
     def by_chance(phase: int, graph: Graph) -> SplitPlan:
         return baselines.random_plan(graph, units, selection(phase, graph))

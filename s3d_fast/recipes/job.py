@@ -81,8 +81,8 @@ class Job:
             raise ValueError(f"start is for methods that grow; {self.method!r} begins with a network of its own")
         if self.like is None and (self.method == "scratch" or self.scratch == "compute"):
             raise ValueError("method 'scratch' and scratch 'compute' need the run to compare with; give like")
-        if self.method == "regrow" and self.recipe.macs is None:
-            raise ValueError("method 'regrow' needs macs, the MACs that each step may have")
+        if self.method == "regrow" and self.recipe.macs is None and self.recipe.params is None:
+            raise ValueError("method 'regrow' needs macs or params, what each step may grow to")
         if self.recipe.batch_size % self.world.size:
             raise ValueError(
                 f"batch_size must be a multiple of the {self.world.size} processes, got {self.recipe.batch_size}"

@@ -20,7 +20,8 @@ from s3d_fast.splitting.new_filters import KINDS
 Demand = Callable[[str, Any], object]
 # (widths, classes) -> network
 Network = Callable[[Sequence[int], int], nn.Module]
-# Alternative settings for the number of samples of a split; exactly one is given.
+# Alternative settings for how much a step grows, and for the number of samples of a split; exactly one is given.
+AMOUNTS = ("fraction", "macs", "params", "top_k")
 SPLIT_DATA = ("split_samples", "split_share", "split_time")
 
 
@@ -55,6 +56,16 @@ def _require_epochs(name: str, value: Any) -> None:
         require.count(name, number)
 
 
+def _require_samples(name: str, value: Any) -> None:
+    if value != "auto":
+        require.count(name, value)
+
+
+def _require_truth(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
 def _require_eps(name: str, value: Any) -> None:
     StepSize.of(value)
 
@@ -68,7 +79,8 @@ def _require_number(name: str, value: Any) -> None:
 
 
 def _require_copies(name: str, value: Any) -> None:
-    require.copy_count(value)
+    if value != "knapsack":
+        require.copy_count(value)
 
 
 def _require_bound(name: str, value: Any) -> None:
@@ -133,11 +145,33 @@ class Recipe:
         _one_of("exact", "paper"),
         "exact",
     )
-    m: int = _setting("copies that a neuron is split into: 2, 3 or 4", _require_copies, 2)
+    m: int | str = _setting(
+        "copies that a neuron is split into: 2, 3 or 4; knapsack chooses for every neuron, within macs or params",
+        _require_copies,
+        2,
+    )
+    theorem: str = _setting(
+        "the gain of three copies: true, or paper (its Theorem 2, which misses a scheme)",
+        _one_of("true", "paper"),
+        "true",
+    )
     c: float = _setting("bound on the sum of the absolute weights of the copies; 1 is S2D", _require_bound, 1.3)
     fraction: float | None = _setting("share of the filters to split per step", require.share)
     macs: tuple[int, ...] | None = _setting(
         "instead of fraction: the MACs that each step may grow to", _each(require.count)
+    )
+    params: tuple[int, ...] | None = _setting(
+        "instead of fraction: the parameters that each step may grow to", _each(require.count)
+    )
+    top_k: int | None = _setting("instead of fraction: how many filters each step splits", require.count)
+    threshold: float = _setting("a filter is split only if its gain is below minus this", require.not_negative, 0.0)
+    relax: bool = _setting(
+        "with macs or params: the linear relaxation of the selection, as in the paper", _require_truth, False
+    )
+    solver: str = _setting(
+        "eigensolver: auto, lanczos, exact, or rayleigh (the paper's descent)",
+        _one_of("auto", "lanczos", "exact", "rayleigh"),
+        "auto",
     )
     prune_to: float = _setting(
         "methods that prune: the share of the full network's MACs that is left at the end", require.share, 0.5
@@ -148,7 +182,11 @@ class Recipe:
     width_multiplier: float = _setting(
         "methods full and those that prune: factor of the recipe's full widths", require.positive, 1.0
     )
-    split_samples: int | None = _setting("training samples for computing the splitting matrices", require.count)
+    split_samples: int | str | None = _setting(
+        "training samples for computing the splitting matrices; auto takes more until fresh data keep no more of the "
+        "promised gain, within half of the time of training",
+        _require_samples,
+    )
     split_share: float | None = _setting("instead of split_samples: the share of the training set", require.share)
     split_time: float | None = _setting(
         "instead of split_samples: the share of an epoch's time that a split may take", require.share
@@ -186,15 +224,21 @@ class Recipe:
         given = [name for name in SPLIT_DATA if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of {', '.join(SPLIT_DATA)}; got {', '.join(given) or 'none'}")
-        if self.split_samples is not None and self.split_samples % self.split_batch:
+        if isinstance(self.split_samples, int) and self.split_samples % self.split_batch:
             raise ValueError(
                 f"split_samples must be a multiple of split_batch, got {self.split_samples} and {self.split_batch}"
             )
-        if (self.fraction is None) == (self.macs is None):
-            raise ValueError("give one of fraction and macs")
+        given = [name for name in AMOUNTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of {', '.join(AMOUNTS)}; got {', '.join(given) or 'none'}")
+        has_budget = self.macs is not None or self.params is not None
+        if (self.m == "knapsack" or self.relax) and not has_budget:
+            raise ValueError("m knapsack and relax need a budget, macs or params")
         self.learning_rates()
-        if self.macs is not None and len(self.macs) < self.steps:
-            raise ValueError(f"macs must have an entry for each of the {self.steps} steps, got {len(self.macs)}")
+        for name in ("macs", "params"):
+            budgets = getattr(self, name)
+            if budgets is not None and len(budgets) < self.steps:
+                raise ValueError(f"{name} must have an entry for each of the {self.steps} steps, got {len(budgets)}")
 
     @classmethod
     def settings(cls) -> dict[str, tuple[str, str]]:
@@ -215,7 +259,7 @@ class Recipe:
                 raise ValueError(f"{name!r} is not a setting of a recipe; use one of {', '.join(self.settings())}")
             if isinstance(value, list):
                 changed[name] = tuple(value)
-        for alternatives in (("fraction", "macs"), SPLIT_DATA):
+        for alternatives in (AMOUNTS, SPLIT_DATA):
             if any(changed.get(name) is not None for name in alternatives):
                 changed = dict.fromkeys(alternatives) | changed
         return replace(self, **changed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,15 +13,56 @@ from s3d_fast.base.batches import OnDevice
 from s3d_fast.base.world import ALONE, World
 from s3d_fast.capture.all_batches import plan_capture
 from s3d_fast.capture.budget import CapturePlan
-from s3d_fast.data.sources import Source
+from s3d_fast.data.sources import Sample, Source
 from s3d_fast.growth.step_size import StepSize
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.recipe import Recipe
 
+# One batch for every so many is held back, to measure how much of the promised gain is real.
+HELD_BACK = 4
+# "auto" starts with so many samples, and takes twice as many until this share of a phase's training time is used.
+AUTO_SAMPLES, AUTO_TIME = 1024, 0.5
 # At most this many plans are made to find how many batches fit into the time; each captures one batch.
 PLANS = 5
 # The products of a solve to the tolerance that the noise asks for, which stops at the cut, and of measuring the noise.
 COARSE_PRODUCTS = 8
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Batches for a split, and others to measure what it promises; each is made anew at every pass.
+
+    Attributes:
+        every: all samples that may be used, drawn once.
+        count: how many batches the split is computed on; the others follow.
+        fresh: how many batches of these come at the end and are held back.
+        place: puts batches on the device.
+        can_grow: whether more may be taken.
+    """
+
+    every: Sample
+    count: int
+    fresh: int
+    place: Callable[[Sample], OnDevice]
+    can_grow: bool = False
+
+    same_every_pass: ClassVar[bool] = True
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.place(replace(self.every, indices=self.every.indices[: self.count])))
+
+    def held_back(self) -> OnDevice | None:
+        """Return the batches that the split has not seen; None if there are none."""
+        first = len(self.every) - self.fresh
+        return self.place(replace(self.every, indices=self.every.indices[first:])) if self.fresh else None
+
+    def larger(self) -> Drawn | None:
+        """Return twice as many batches, or as many as there are; None if there are no more."""
+        most = len(self.every) - self.fresh
+        return replace(self, count=min(2 * self.count, most)) if self.can_grow and self.count < most else None
 
 
 @dataclass(frozen=True)
@@ -39,7 +82,8 @@ class SplitData:
     world: World = ALONE
 
     def __post_init__(self) -> None:
-        size, samples, ranks = self.recipe.split_batch, self.recipe.split_samples, self.world.size
+        size, ranks = self.recipe.split_batch, self.world.size
+        samples = self.recipe.split_samples if isinstance(self.recipe.split_samples, int) else None
         if samples is not None and samples > len(self.train):
             raise ValueError(f"split_samples must be at most the {len(self.train)} training samples, got {samples}")
         if samples is not None and samples < size * ranks:
@@ -52,23 +96,35 @@ class SplitData:
                 "training samples"
             )
 
-    def batches(self, epoch_seconds: float | None = None) -> OnDevice:
-        """Return this process's batches, drawn at random.
+    def batches(self, epoch_seconds: float | None = None) -> Drawn:
+        """Return this process's batches, drawn at random, with others held back where the training set has them.
 
         Args:
             epoch_seconds: how long an epoch takes; estimated if None.
         """
-        size = self.recipe.split_batch
-        drawn = self.train.sample(size * self.count(epoch_seconds), size, self.world.shard)
-        return OnDevice(drawn, self._device, self.recipe.channels_last)
+        size, ranks = self.recipe.split_batch, self.world.size
+        count, most = self.count(epoch_seconds), len(self.train) // size // ranks * ranks
+        is_auto = self.recipe.split_samples == "auto"
+        every = most if is_auto else min(most, count + -(-count // HELD_BACK // ranks) * ranks)
+        drawn = self.train.sample(size * every, size, self.world.shard)
+        held_back = max(1, every // (HELD_BACK + 1) // ranks) if is_auto and every > ranks else (every - count) // ranks
+
+        def place(sample: Sample) -> OnDevice:
+            return OnDevice(sample, self._device, self.recipe.channels_last)
+
+        own = min(count // ranks, len(drawn) - held_back) if is_auto else count // ranks
+        return Drawn(drawn, max(1, own), held_back, place, can_grow=is_auto)
 
     def count(self, epoch_seconds: float | None = None) -> int:
-        """Return the number of batches of all processes together."""
+        """Return the number of batches of all processes together; with "auto", those to begin with."""
         size, ranks = self.recipe.split_batch, self.world.size
-        if self.recipe.split_samples is not None:
-            return self.recipe.split_samples // size
         most = len(self.train) // size
-        if self.recipe.split_share is not None:
+        samples = self.recipe.split_samples
+        if isinstance(samples, int):
+            return samples // size
+        if samples == "auto":
+            wanted = -(-AUTO_SAMPLES // size)
+        elif self.recipe.split_share is not None:
             wanted = int(self.recipe.split_share * most)
         else:
             wanted = self.world.same(self._affordable(epoch_seconds))

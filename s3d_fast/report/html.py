@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -219,6 +219,20 @@ def _phase_rows(run: Run) -> list[list[str]]:
 
 def _split_rows(run: Run) -> list[list[str]]:
     head = ["after phase", "predicted change", "measured change", "new filters", "splits (negative)", "unconverged"]
+    after = {phase.index - 1: phase.apart for phase in run.phases}
+    # Columns that some runs have: what is new, what is gone, what fresh data keep, how far copies part.
+    others: dict[str, Callable[[PhaseRecord], str]] = {
+        "new, not split": lambda phase: str(phase.added) if phase.added else "",
+        "removed": lambda phase: str(phase.removed) if phase.removed else "",
+        "gain kept on fresh data": lambda phase: "" if phase.kept is None else wording.percent(phase.kept),
+        "copies apart one phase later": lambda phase: (
+            "" if after.get(phase.index) is None else wording.percent(float(after[phase.index] or 0))
+        ),
+        "steps to part, by formula": lambda phase: (
+            "" if phase.steps_to_part is None else wording.whole(round(phase.steps_to_part))
+        ),
+    }
+    shown = {name: show for name, show in others.items() if any(show(phase) for phase in run.phases)}
     rows = [
         [
             str(phase.index),
@@ -227,11 +241,12 @@ def _split_rows(run: Run) -> list[list[str]]:
             wording.whole(sum(phase.new_filters.values())),
             f"{phase.splits} ({phase.negative})",
             wording.whole(phase.unconverged),
+            *(show(phase) or wording.NOTHING for show in shown.values()),
         ]
         for phase in run.phases
         if "solve" in phase.seconds or phase.is_split
     ]
-    return [head, *rows]
+    return [[*head, *shown], *rows]
 
 
 def _last_rows(rows: Sequence[Sequence[str]]) -> list[list[str]]:

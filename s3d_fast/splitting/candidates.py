@@ -50,7 +50,7 @@ def check_spectra(spectra: Mapping[str, Spectrum], graph: Graph) -> None:
 
 
 def split_candidates(
-    spectra: Mapping[str, Spectrum], graph: Graph, copies: tuple[int, ...], c: float, threshold: float
+    spectra: Mapping[str, Spectrum], graph: Graph, copies: tuple[int, ...], c: float, threshold: float, theorem: str
 ) -> Candidates:
     """Return all splits that gain more than a threshold, into each of some numbers of copies."""
     names = [name for name in graph.units if name in spectra]
@@ -60,7 +60,7 @@ def split_candidates(
     best = np.zeros(len(unit))
     columns: list[list[np.ndarray]] = []
     for m in copies:
-        gain = _gains([spectra[name] for name in names], m, c)
+        gain = _gains([spectra[name] for name in names], m, c, theorem)
         # More copies without more gain are never worth their price.
         useful = np.flatnonzero((gain < -threshold) & (gain < best))
         best = np.minimum(best, gain)
@@ -139,7 +139,7 @@ def with_others(
     return Candidates(names, *(column[order] for column in found))
 
 
-def _gains(spectra: Sequence[Spectrum], m: int, c: float) -> np.ndarray:
+def _gains(spectra: Sequence[Spectrum], m: int, c: float, theorem: str) -> np.ndarray:
     """Return the gains of all filters of all spectra in order, each computed in the precision of its spectrum."""
     by_kind: dict[object, list[int]] = {}
     for place, spectrum in enumerate(spectra):
@@ -149,7 +149,7 @@ def _gains(spectra: Sequence[Spectrum], m: int, c: float) -> np.ndarray:
         low, high = (
             torch.cat([getattr(spectra[place], end) for place in places]) for end in ("lambda_min", "lambda_max")
         )
-        gains = split_gain(low, high, m, c).double().cpu()
+        gains = split_gain(low, high, m, c, theorem).double().cpu()
         sizes = [len(spectra[place].lambda_min) for place in places]
         found.update(zip(places, (part.numpy() for part in gains.split(sizes)), strict=True))
     return np.concatenate([found[place] for place in range(len(spectra))]) if spectra else np.zeros(0)

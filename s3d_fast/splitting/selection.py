@@ -36,6 +36,7 @@ def select(
     caps: int | Mapping[str, int] | None = None,
     round_to: int = 1,
     relax: bool = False,
+    theorem: str = "true",
     proposals: Mapping[str, Proposals] | None = None,
     losses: Mapping[str, Tensor] | None = None,
     eps: float | None = None,
@@ -68,6 +69,7 @@ def select(
         round_to: after the plan, the width of every unit is a multiple of this, or unchanged; the splits with the
             smallest gains are dropped to get there.
         relax: with a budget, solve the linear relaxation of the programme, as the paper does, and round down.
+        theorem: as for `split_gain`.
         proposals: new filters to choose among, from `propose_filters`.
         losses: by how much the removal of each neuron would raise the loss, >= 0, by unit; needs a budget, which may be
             negative. A neuron is split or removed, not both, and two neurons of every unit stay.
@@ -102,7 +104,7 @@ def select(
 
     if lengths is not None:
         spectra = {name: _in_lengths(name, spectrum, lengths) for name, spectrum in spectra.items()}
-    candidates = split_candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold)
+    candidates = split_candidates(spectra, graph, COPIES if knapsack else (int(m),), c, threshold, theorem)
     if proposals or losses:
         assert eps is not None
         candidates = with_others(candidates, graph, proposals, losses, eps, threshold, lengths is not None)
@@ -112,7 +114,7 @@ def select(
     else:
         chosen = _within_budget(candidates, graph, budget, cost, _caps(caps, graph), relax)
     chosen = _rounded(candidates, chosen, graph, round_to)
-    return _plan(graph, candidates, chosen, spectra, c, proposals, losses)
+    return _plan(graph, candidates, chosen, spectra, (c, theorem), proposals, losses)
 
 
 def _in_lengths(name: str, spectrum: Spectrum, lengths: Mapping[str, Tensor]) -> Spectrum:
@@ -141,13 +143,15 @@ def cut_of(
     threshold: float = 0.0,
     caps: int | Mapping[str, int] | None = None,
     round_to: int = 1,
+    theorem: str = "true",
     **_: object,
 ) -> Cut | None:
     """Return the cut that `select` makes with these options among so many filters, for `extremal_eigenpairs(until=)`.
 
-    None if gains alone do not decide: with a budget, caps or rounding, any filter may still be chosen.
+    None if gains alone do not decide: with a budget, caps or rounding, any filter may still be chosen; or if the gains
+    are the paper's.
     """
-    if budget is not None or caps is not None or round_to != 1 or isinstance(m, str):
+    if budget is not None or caps is not None or round_to != 1 or isinstance(m, str) or theorem != "true":
         return None
     limit = _limit(filters, top_k, fraction)
     if limit == 0:
@@ -340,7 +344,7 @@ def _plan(
     candidates: Candidates,
     chosen: np.ndarray,
     spectra: Mapping[str, Spectrum],
-    c: float,
+    bound: tuple[float, str],
     proposals: Mapping[str, Proposals],
     losses: Mapping[str, Tensor],
 ) -> SplitPlan:
@@ -357,7 +361,7 @@ def _plan(
         for m in COPIES:
             own = np.sort(neurons[(copies == m) & (neurons < width)])
             if len(own):
-                splits += _splits(name, own, spectra[name], m, c)
+                splits += _splits(name, own, spectra[name], m, *bound)
         places = np.sort(neurons[neurons >= width] - width).tolist()
         stays = next((neuron for neuron in range(width) if neuron not in set(gone)), 0)
         own_new = [proposals[name][place] for place in places]
@@ -366,11 +370,11 @@ def _plan(
     return SplitPlan(graph, splits, new, removed)
 
 
-def _splits(name: str, neurons: np.ndarray, spectrum: Spectrum, m: int, c: float) -> list[NeuronSplit]:
+def _splits(name: str, neurons: np.ndarray, spectrum: Spectrum, m: int, c: float, theorem: str) -> list[NeuronSplit]:
     """Return the optimal splits of some neurons of a unit into m copies."""
     rows = torch.from_numpy(neurons).to(spectrum.lambda_min.device)
     split = optimal_split(
-        spectrum.lambda_min[rows], spectrum.v_min[rows], spectrum.lambda_max[rows], spectrum.v_max[rows], m, c
+        spectrum.lambda_min[rows], spectrum.v_min[rows], spectrum.lambda_max[rows], spectrum.v_max[rows], m, c, theorem
     )
     return [
         NeuronSplit(name, neuron, split.weights[place], split.offsets[place], gain)

@@ -383,7 +383,7 @@ def test_bad_usage_exits_with_a_message(
         (["grow", "digits", "--epochs", "0"], "epochs"),
         (["grow", "digits", "--c", "0.5"], "c must be"),
         (["grow", "digits", "--split-samples", "5000", "--split-batch", "500"], "split_samples"),
-        (["grow", "digits", "--fraction", "0.2", "--macs", "1000"], "fraction and macs"),
+        (["grow", "digits", "--fraction", "0.2", "--macs", "1000"], "one of fraction, macs"),
         (["grow", "digits", "--fraction", "2"], "fraction"),
         (["grow", "digits", "--seed", "-1"], "seed"),
         (["grow", "digits", "--threads", "0"], "thread"),

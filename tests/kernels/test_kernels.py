@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import chain, cycle, product
 
 import pytest
 import torch
+import triton
 
 from s3d_fast.backends import operations
-from s3d_fast.kernels import device, launch, pointwise, pointwise_wide
-from s3d_fast.kernels.launch import Config
+from s3d_fast.kernels import configs, device, launch, pointwise, pointwise_wide
+from s3d_fast.kernels.configs import Config
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.maths import reference
@@ -63,7 +64,7 @@ def test_the_wide_kernels_store_no_more_than_they_may(dtype: torch.dtype, monkey
     for scratch_bytes in (8 * 2 * 5 * 256, 8 * 2 * 5 * 300):
         with triton_options(scratch_bytes=scratch_bytes):
             assert_matvec(X, C, random_vectors(2, 5, 9, dtype=dtype), call=FAMILIES["wide"])
-        assert max(entry.arguments[3].nbytes for entry in launches) <= scratch_bytes
+        assert max(entry.arguments["U"].nbytes for entry in launches) <= scratch_bytes
 
 
 @every_family
@@ -80,7 +81,7 @@ def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(
     assert_matvec(*far, V, call=FAMILIES[family])
     assert_matvec(X, far[1], V, call=FAMILIES[family])
     # Columns that no program reaches do not count: a tile has no more than there are.
-    is_far = [entry.constants["FAR"] for entry in launches]
+    is_far = [entry.arguments["FAR"] for entry in launches]
     assert not is_far[0]
     assert transposed or is_far[1:] == [True, True]
 
@@ -180,7 +181,7 @@ def test_atomic_sums_agree_with_the_reference(family: str, dtype: torch.dtype, m
         for N in (40, 1040):
             case = RowsCase(N, 17, 5, dtype, bias=True, K=2)
             assert_matvec(*case.tensors(), case.vectors(), True, case, FAMILIES[family])
-    assert [entry.constants["ATOMIC"] for entry in launches] == [False, True] * (family == "fused")
+    assert [entry.arguments["ATOMIC"] for entry in launches] == [False, True] * (family == "fused")
 
 
 @every_family
@@ -205,7 +206,7 @@ def test_tuning_times_every_configuration_once_and_keeps_the_fastest(
         assert relative_error(timed[0], timed[1]) < TOLERANCE[torch.float32]
         assert torch.equal(assert_matvec(X, C, V, call=FAMILIES[family]), first)
     assert len(timed) == 2
-    tiles = [(entry.grid, entry.constants["BM"]) for entry in launches]
+    tiles = [(entry.grid, entry.arguments["BM"]) for entry in launches]
     per_call = len(tiles) // 4
     chosen = tiles[fastest * per_call :][:per_call]
     assert tiles[2 * per_call :] == 2 * chosen
@@ -216,6 +217,43 @@ def test_nothing_is_timed_without_tuning(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(launch, "_seconds", lambda call: pytest.fail("timed"))
     X, C = RowsCase(30, 17, 4).tensors()
     assert_matvec(X, C, random_vectors(4, 17))
+
+
+def test_a_configuration_that_does_not_launch_is_left_out_of_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_TUNED", {})
+    result = torch.ones(1)
+
+    def make(candidate: str) -> launch.Plan:
+        if candidate != "good":
+            raise triton.runtime.errors.OutOfResources(300000, 166912, "shared memory")
+        return launch.Plan([], result)
+
+    with triton_options(tune=True):
+        assert launch.choose("key", ["too large", "good", "too large as well"], make) is result
+        with pytest.raises(RuntimeError, match="no configuration of the kernel launches"):
+            launch.choose("other", ["too large", "too large as well"], make)
+
+
+def test_three_tf32_products_are_nearly_as_exact_as_float32() -> None:
+    case = RowsCase(600, 60, 20, torch.float32)
+    X, C, V = *case.tensors(), case.vectors()
+    errors = {}
+    for precision in ("highest", "high", "medium"):
+        with triton_options(precision=precision):
+            errors[precision] = relative_error(matvec(X, C, V), reference.splitting_matvec(*doubles(X, C, V)))
+    assert errors["high"] < 1e-6
+    assert errors["medium"] > 1e-4
+
+
+@every_family
+def test_float16_rows_do_not_overflow_at_medium_precision(family: str) -> None:
+    X, C = (200 * tensor for tensor in RowsCase(130, 40, 6).tensors())
+    V = random_vectors(6, 40).float()
+    assert ((X @ V.double().mT) * C).abs().max() > torch.finfo(torch.float16).max
+    with triton_options(precision="medium"):
+        found = FAMILIES[family](X.half(), C.half(), V, False)
+    expected = reference.splitting_matvec(*doubles(X.half(), C.half(), V), False)
+    assert relative_error(found, expected) < 2.0**-9
 
 
 def test_a_device_that_no_configuration_fits_is_an_error() -> None:
@@ -229,12 +267,12 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
     vendor: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, vendor)
-    dtypes, biases = cycle(ARITHMETIC[arithmetic]), cycle([False, True, True])
-    for width, entries in pointwise.CONFIGS[vendor, arithmetic].items():
-        for rows, filters, warps, stages in entries:
-            (dtype, precision), bias = next(dtypes), next(biases)
-            config = Config(rows, filters, width, warps, stages)
-            monkeypatch.setattr(pointwise, "configs", lambda *_, config=config: [config])
+    ((dtype, precision),), biases = ARITHMETIC[arithmetic], cycle([False, True, True])
+    tables = (configs.POINTWISE, configs.POINTWISE_UNALIGNED)
+    for width, entries in chain(*(table.get((vendor, arithmetic), {}).items() for table in tables)):
+        for rows, filters, *others in entries:
+            bias, config = next(biases), Config(rows, filters, width, *others)
+            monkeypatch.setattr(configs, "pointwise", lambda *_, config=config: [config])
             case = RowsCase(4 * rows + 3, width - 5 * bias, filters // 4 + 1, dtype, bias, K=2)
             with triton_options(precision=precision):
                 assert_matvec(*case.tensors(), case.vectors(), bias, (case, config))
@@ -246,15 +284,14 @@ def test_every_configuration_of_the_wide_kernels_for_a_gpu_agrees_with_the_refer
     vendor: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, vendor)
-    key = (vendor, arithmetic)
-    biases = cycle([False, True])
-    for pair in (*pointwise_wide.CONFIGS[key], *pointwise_wide.UNALIGNED.get(key, ())):
-        monkeypatch.setattr(pointwise_wide, "configs", lambda *_, pair=pair: [pair])
-        for dtype, precision in ARITHMETIC[arithmetic]:
-            bias = next(biases)
-            case = RowsCase(140, 140, 9, dtype, bias, K=2)
-            with triton_options(precision=precision, scratch_bytes=1):
-                assert_matvec(*case.tensors(), case.vectors(), bias, (case, pair), FAMILIES["wide"])
+    ((dtype, precision),), biases = ARITHMETIC[arithmetic], cycle([False, True])
+    tables = (configs.WIDE, configs.WIDE_UNALIGNED)
+    for pair in chain(*(table.get((vendor, arithmetic), ()) for table in tables)):
+        monkeypatch.setattr(configs, "wide", lambda *_, pair=pair: [pair])
+        bias = next(biases)
+        case = RowsCase(140, 140, 9, dtype, bias, K=2)
+        with triton_options(precision=precision, scratch_bytes=1):
+            assert_matvec(*case.tensors(), case.vectors(), bias, (case, pair), FAMILIES["wide"])
 
 
 @every_vendor
@@ -263,17 +300,19 @@ def test_there_is_a_configuration_for_every_layer_on_every_gpu(
     vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = pretend(monkeypatch, vendor)
-    for precision in ("highest", "high", "medium"):
+    for precision, is_aligned in product(("highest", "high", "medium"), (False, True)):
         form = product_form(dtype, precision, gpu)
-        assert pointwise_wide.configs(gpu, form, dtype, True)
-        assert pointwise_wide.configs(gpu, form, dtype, False)
+        assert configs.wide(gpu, form, dtype, 1000, is_aligned)
+        assert configs.wide(gpu, form, dtype, 10, is_aligned)
         for width, filters in product([16, 32, 64, 128, 256], [1, 16, 33, 1000]):
-            chosen = pointwise.configs(gpu, form, dtype, width, filters)
-            assert chosen, (precision, width, filters)
+            chosen = configs.pointwise(gpu, form, dtype, width, filters, is_aligned)
+            # Wider rows may need the two launches of the wide kernels.
+            assert chosen or width > 64, (precision, width, filters)
             assert len(set(chosen)) == len(chosen)
             for config in chosen:
                 assert config.depth == width
                 assert 16 <= config.filters <= max(16, 2 * filters)
+                assert not config.turned or config.filters >= 16 * config.warps or vendor == "amd"
 
 
 @every_vendor

@@ -128,3 +128,11 @@ def test_columns_of_a_vector_are_an_error() -> None:
     for change in ({"columns": torch.tensor([0])}, {"column_scale": random_tensor(5)}):
         with pytest.raises((ValueError, IndexError, RuntimeError)):
             operations.grow_weights([growth._replace(**change)], backend="triton")
+
+
+def test_no_number_of_rows_needs_more_programs_than_a_grid_has() -> None:
+    weight, rows = torch.empty(4, 300, device="meta"), torch.empty(2_000_000, dtype=torch.int64, device="meta")
+    (launch,) = surgery.plan(Widening(weight, rows)).launches
+    # CUDA allows 2^31 - 1 programs in the first dimension, 65535 in the others.
+    assert len(launch.grid) == 1
+    assert launch.grid[0] < 2**31

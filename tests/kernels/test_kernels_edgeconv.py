@@ -5,7 +5,7 @@ That they agree with the reference is in `tests/backends/test_agreement.py`.
 
 from __future__ import annotations
 
-from itertools import cycle, product
+from itertools import chain, cycle, product
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor
 from s3d_fast import EdgeConvOperator
 from s3d_fast.backends import operations
 from s3d_fast.backends.choice import choose
-from s3d_fast.kernels import edgeconv, launch
+from s3d_fast.kernels import configs, edgeconv, launch, pointwise_wide
 from s3d_fast.kernels.options import triton_options
-from s3d_fast.kernels.products import product_form
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import Incoming, incoming_edges
 from s3d_fast.maths.reference import EdgeTies
@@ -134,7 +133,7 @@ def test_medium_precision_rounds_the_other_factor_and_no_more() -> None:
 def test_points_shared_out_over_programs_give_the_same_bits_every_time(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches = recorded(monkeypatch, edgeconv, "edge_sums_kernel")
+    launches = recorded(monkeypatch, pointwise_wide, "accumulate_kernel")
     X, winner, C, V = tensors_of(EdgeCase(5, 209, 5, 4, 6, dtype, bias=True, K=2))
     first = assert_product(X, winner, C, V, True)
     assert launches[0].grid[-1] > 1
@@ -210,14 +209,14 @@ def test_tuning_times_every_configuration_once_and_keeps_the_fastest(
 
     pretend(monkeypatch, "nvidia")
     monkeypatch.setattr(launch, "_seconds", seconds)
-    launches = recorded(monkeypatch, edgeconv, "edge_sums_kernel")
-    X, winner, C, V = tensors_of(EdgeCase(2, 13, 6, 4, 5, torch.float32))
+    launches = recorded(monkeypatch, edgeconv, "point_products_kernel")
+    X, winner, C, V = tensors_of(EdgeCase(2, 40, 6, 4, 5, torch.float32))
     with triton_options(tune=True, atomic=atomic):
         assert_product(X, winner, C, V)
         assert_product(X, winner, C, V)
     assert len(timed) == 2
     assert relative_error(timed[0], timed[1]) < TOLERANCE[torch.float32]
-    tiles = [entry.constants["BM"] for entry in launches]
+    tiles = [entry.arguments["BN"] for entry in launches if entry.arguments["EDGES"]]
     assert tiles[0] != tiles[1]
     assert tiles[2:] == [tiles[fastest]] * 2
 
@@ -230,8 +229,9 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
     pretend(monkeypatch, vendor)
     monkeypatch.setattr(edgeconv, "RECEIVE_ROWS", 8)
     flags = cycle([False, True, True])
-    for pair in edgeconv.CONFIGS[vendor, arithmetic]:
-        monkeypatch.setattr(edgeconv, "configs", lambda *_, pair=pair: [pair])
+    tables = (configs.WIDE, configs.WIDE_UNALIGNED)
+    for pair in chain(*(table.get((vendor, arithmetic), ()) for table in tables)):
+        monkeypatch.setattr(configs, "wide", lambda *_, pair=pair: [pair])
         for dtype, precision in ARITHMETIC[arithmetic]:
             case = EdgeCase(2, 35, 66, 4, 17, dtype, next(flags), K=2)
             X, winner, C, V = tensors_of(case)
@@ -242,10 +242,6 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
 
 @every_vendor
 @every_dtype
-def test_there_is_a_configuration_for_every_layer_on_every_gpu(
-    vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = pretend(monkeypatch, vendor)
-    for precision in ("highest", "high", "medium"):
-        assert edgeconv.configs(gpu, product_form(dtype, precision, gpu), dtype), precision
+def test_every_gpu_agrees_with_the_reference(vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, vendor)
     assert_product(*tensors_of(EdgeCase(2, 13, 6, 4, 5, dtype)))

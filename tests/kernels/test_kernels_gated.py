@@ -5,14 +5,14 @@ That it agrees with the reference is in `tests/backends/test_agreement.py`.
 
 from __future__ import annotations
 
-from itertools import cycle
+from itertools import chain, cycle
 
 import pytest
 import torch
 
 from s3d_fast.backends.choice import choose
-from s3d_fast.kernels import gated, launch
-from s3d_fast.kernels.launch import Config
+from s3d_fast.kernels import configs, gated, launch
+from s3d_fast.kernels.configs import Config
 from s3d_fast.kernels.options import triton_options
 from tests.backends.agreement import assert_agrees, gated_of
 from tests.cases import RowsCase
@@ -28,12 +28,12 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
     vendor: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, vendor)
-    dtypes, biases = cycle(ARITHMETIC[arithmetic]), cycle([False, True, True])
-    for width, entries in gated.CONFIGS[vendor, arithmetic].items():
-        for rows, filters, warps, stages in entries:
-            (dtype, precision), bias = next(dtypes), next(biases)
-            config = Config(rows, filters, width, warps, stages)
-            monkeypatch.setattr(gated, "configs", lambda *_, config=config: [config])
+    ((dtype, precision),), biases = ARITHMETIC[arithmetic], cycle([False, True, True])
+    tables = (configs.GATED, configs.GATED_UNALIGNED)
+    for width, entries in chain(*(table.get((vendor, arithmetic), {}).items() for table in tables)):
+        for rows, filters, *others in entries:
+            bias, config = next(biases), Config(rows, filters, width, *others)
+            monkeypatch.setattr(configs, "gated", lambda *_, config=config: [config])
             case = RowsCase(4 * rows + 3, width - 5 * bias, filters // 4 + 1, dtype, bias, K=2)
             with triton_options(precision=precision):
                 assert_agrees(choose("triton"), "gated_matvec", label=(case, config), **gated_of(case, full=bias))
@@ -41,15 +41,19 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
 
 @every_vendor
 @every_dtype
-def test_rows_that_are_too_wide_for_the_kernel_agree_too(
-    vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_rows_that_are_too_wide_for_one_launch_agree_too(
+    vendor: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, vendor)
-    launches = recorded(monkeypatch, gated, "gated_kernel")
-    for D, is_supported in ((128, True), (257, False)):
-        launches.clear()
-        assert_agrees(choose("triton"), "gated_matvec", label=D, **gated_of(RowsCase(40, D, 5, dtype)))
-        assert bool(launches) == is_supported
+    launches, wide = (recorded(monkeypatch, gated, name) for name in ("gated_kernel", "gated_project_kernel"))
+    for scratch_bytes, chunks in ((1, 2), (1 << 20, 1)):
+        wide.clear()
+        case = RowsCase(150, 257, 5, dtype, bias, K=2)
+        with triton_options(scratch_bytes=scratch_bytes):
+            assert_agrees(choose("triton"), "gated_matvec", label=case, **gated_of(case, full=bias))
+        assert len(wide) >= chunks
+    assert not launches
 
 
 def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +62,7 @@ def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(monkeypatch: pyt
     for name in ("X", "c11", "c12", "c22"):
         far = torch.zeros(2**25 + 4, dtype=torch.float16).as_strided((2, 2), (2**25, 1)).copy_(given[name])
         assert_agrees(choose("triton"), "gated_matvec", label=name, **{**given, name: far})
-        assert launches[-1].constants["FAR"]
+        assert launches[-1].arguments["FAR"]
 
 
 def test_rows_shared_out_over_programs_give_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ That they agree with the reference is in `tests/backends/test_agreement.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from s3d_fast.backends.choice import choose
-from s3d_fast.kernels import grouped, launch, pointwise, pointwise_wide
+from s3d_fast.kernels import configs, grouped, launch, pointwise, pointwise_wide
+from s3d_fast.kernels.device import INTERPRETER
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.maths import reference
@@ -39,6 +39,7 @@ Layer = tuple[Tensor, Tensor, Tensor, bool]
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start without tables of earlier tests."""
     monkeypatch.setattr(grouped, "_TABLES", type(grouped._TABLES)())
+    monkeypatch.setattr(grouped, "_CAPTURED", {})
 
 
 def layer_of(case: RowsCase, seed: int = 0) -> Layer:
@@ -87,8 +88,7 @@ def test_a_layer_with_many_rows_is_shared_out_over_tiles(monkeypatch: pytest.Mon
     launches = recorded(monkeypatch, grouped, "grouped_kernel")
     layers = [layer_of(RowsCase(N, D, 5)) for N, D in ((1700, 9), (40, 9), (1100, 20))]
     first = assert_products(layers)
-    tiles = launches[0].arguments[3]
-    assert tiles > max(len(layers), launches[0].grid[0])
+    assert launches[0].grid[0] > len(layers)
     assert all(map(torch.equal, products(layers), first))
 
 
@@ -101,12 +101,12 @@ def test_what_a_launch_says_of_alignment_is_true(monkeypatch: pytest.MonkeyPatch
     layers += [(laid_out(X, "offset"), C, V, bias), (X, laid_out(C, "offset"), V, bias)]
     layers += [(X, C, torch.cat([V.flatten()[:1], V.flatten()])[1:].view(V.shape), bias)]
     assert_products(layers)
-    for claim, names in (("X_ALIGNED", ("X", "V", "D", "x_row")), ("C_ALIGNED", ("C", "F", "M", "c_row"))):
+    for claim, names in (("X_ALIGNED", ("X", "D", "x_row")), ("C_ALIGNED", ("C", "F", "M", "c_row"))):
         columns = [grouped.FIELDS.index(name) for name in names]
         for entry in launches:
-            is_multiple = (entry.arguments[0][:, columns] % 16 == 0).all(1)
-            assert (is_multiple == entry.constants[claim]).all(), claim
-        assert {entry.constants[claim] for entry in launches} == {False, True}
+            is_multiple = (entry.arguments["table"][:, columns] % 16 == 0).all(1)
+            assert (is_multiple == entry.arguments[claim]).all(), claim
+        assert {entry.arguments[claim] for entry in launches} == {False, True}
 
 
 def test_the_same_list_has_one_table_and_the_same_bits() -> None:
@@ -206,7 +206,7 @@ def test_tuning_times_every_configuration_once_and_keeps_the_fastest(
         first = assert_products(layers)
         assert all(map(torch.equal, assert_products(layers), first))
     assert len(timed) == 2
-    tiles = [entry.constants["TILES"] for entry in launches]
+    tiles = [entry.arguments["TILES"] for entry in launches]
     assert tiles[0] != tiles[1]
     assert tiles[2:] == [tiles[fastest]] * 2
 
@@ -217,21 +217,22 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
     vendor: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = pretend(monkeypatch, vendor)
-    candidates, launches = grouped.configs, recorded(monkeypatch, grouped, "grouped_kernel")
-    # The tables do not depend on which of its dtypes an arithmetic is for.
-    for is_aligned, (dtype, precision) in zip([False, True], cycle(ARITHMETIC[arithmetic])):
-        for config in candidates(gpu, product_form(dtype, precision, gpu), dtype, is_aligned):
-            monkeypatch.setattr(grouped, "configs", lambda *_, config=config: [config])
+    candidates, launches = configs.grouped, recorded(monkeypatch, grouped, "grouped_kernel")
+    ((dtype, precision),) = ARITHMETIC[arithmetic]
+    form = product_form(dtype, precision, gpu)
+    for is_aligned, has_few_filters in ((False, False), (True, False), (True, True)):
+        for config in candidates(gpu, form, dtype, (is_aligned, is_aligned), has_few_filters):
+            monkeypatch.setattr(configs, "grouped", lambda *_, config=config: [config])
             # One tile and a bit in every direction, for every width.
             less = 0 if is_aligned else 3
             layers = [
                 layer_of(RowsCase(rows + 3, width - less, 16, dtype, K=filters // 16 + 1))
-                for width, (rows, filters) in zip(grouped.WIDTHS, config.tiles, strict=True)
+                for width, (rows, filters, *_) in zip(configs.WIDTHS, config.tiles, strict=False)
             ]
             layers.append(layer_of(RowsCase(9 * config.tiles[0][0] + 1, 16 - less, 16, dtype, K=2)))
             with triton_options(precision=precision):
                 assert_products(layers, config)
-            assert launches[-1].constants["X_ALIGNED"] == is_aligned
+            assert launches[-1].arguments["X_ALIGNED"] == is_aligned
 
 
 @every_vendor
@@ -241,8 +242,9 @@ def test_there_is_a_configuration_for_every_list_on_every_gpu(
 ) -> None:
     gpu = pretend(monkeypatch, vendor)
     for precision in ("highest", "high", "medium"):
-        for is_aligned in (False, True):
-            assert grouped.configs(gpu, product_form(dtype, precision, gpu), dtype, is_aligned), (precision, is_aligned)
+        for alignment in ((False, False), (True, False), (True, True)):
+            form = product_form(dtype, precision, gpu)
+            assert configs.grouped(gpu, form, dtype, alignment), (precision, alignment)
     assert_products([layer_of(RowsCase(40, 20, 9, dtype)), layer_of(RowsCase(40, 64, 16, dtype))])
 
 
@@ -255,3 +257,42 @@ def test_wide_and_transposed_layers_go_through_their_own_kernels(monkeypatch: py
     X, C, V, bias = layer_of(RowsCase(9, 4, 3))
     assert_products([(X, C, V, bias), (X.mT.contiguous().mT, C, V, bias), layer_of(RowsCase(9, 260, 3))])
     assert (len(together), len(alone), len(wide)) == (1, 1, 1)
+
+
+class Cuda:
+    """CPU tensors that say they are on a GPU, and a stream that may be capturing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_capturing = False
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+        self.device = torch.device("cuda", 0)
+
+    def table_of(self, layers: Sequence[Layer]) -> grouped.Table:
+        """Return the table of these layers, as if they were on the GPU."""
+        members = [grouped.Member(*layer) for layer in layers]
+        config = configs.GROUPED["interpreter", "fp64"][0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grouped, "_on_device", lambda table, where: table)
+            patch.setattr(grouped, "_device_of", lambda layer: self.device)
+            return grouped._table(members, [member.V for member in members], config, INTERPRETER)
+
+
+def test_a_graph_captures_what_another_stream_has_warmed_up_and_keeps_its_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(monkeypatch)
+    lists = [[layer_of(RowsCase(5, 3, 2), seed)] for seed in range(grouped.MOST_TABLES + 2)]
+    cuda.is_capturing = True
+    with pytest.raises(RuntimeError, match="once with these tensors before a CUDA graph captures it"):
+        cuda.table_of(lists[0])
+    cuda.is_capturing = False
+    warm = cuda.table_of(lists[0])
+    cuda.is_capturing = True
+    assert cuda.table_of(lists[0]) is warm
+    cuda.is_capturing = False
+    for layers in lists[1:]:
+        cuda.table_of(layers)
+    assert cuda.table_of(lists[0]) is warm
+    assert len(grouped._TABLES) <= grouped.MOST_TABLES

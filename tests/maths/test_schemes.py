@@ -321,3 +321,19 @@ def test_the_triplet_of_the_paper_is_beaten_by_a_mixed_one() -> None:
     assert float(change(weights, offsets, S)) == pytest.approx(-2.5)
     assert paper == -2.0
     assert float(split_gain(low, high, 3, c)) == pytest.approx(-2.5)
+
+
+def test_the_papers_triplets_gain_less_where_both_ends_count() -> None:
+    low, high, c = torch.tensor([-1.0]), torch.tensor([1.0]), 3.0
+    paper, true = (float(split_gain(low, high, 3, c, theorem)) for theorem in ("paper", "true"))
+    assert paper == pytest.approx(min((c + 1) / 2 * -1.0, -(c - 1) / 2 * 1.0))
+    assert true == pytest.approx(2 * c / (c + 1) * -1.0 - (c - 1) / (c + 1))
+    assert true <= paper
+    v = torch.eye(2)[:1]
+    w = torch.eye(2)[1:]
+    split = optimal_split(low, v, high, w, 3, c, theorem="paper")
+    S = torch.diag(torch.tensor([-1.0, 1.0]))
+    value = float((split.weights[0] * torch.einsum("kd,de,ke->k", split.offsets[0], S, split.offsets[0])).sum())
+    assert value == pytest.approx(paper)
+    with pytest.raises(ValueError, match="theorem"):
+        split_gain(low, high, 3, c, theorem="other")

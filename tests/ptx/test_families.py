@@ -15,48 +15,6 @@ from tests.ptx.families import LARGE, SMALL, Call, Outcome, simulate
 
 TARGETS = ("sm_80", "sm_90")
 
-UNWAITED = "the last wgmma of an iteration still reads the buffer into which cp.async of this iteration copies"
-MOVED = "accumulators are moved to other registers while wgmma adds to them"
-UNFENCED = "accumulators get their first value after wgmma.fence"
-# What is known to be wrong on sm_90: why -> call -> dtypes. What is repaired must be taken out.
-KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
-    UNWAITED: {
-        "pointwise 16": ("bf16",),
-        "pointwise 64": ("bf16",),
-        "pointwise 64 high": ("fp32",),
-        "pointwise 64 medium": ("bf16", "fp16"),
-        "grouped high": ("fp32",),
-        "grouped medium": ("bf16", "fp16"),
-        "pointwise 16 long": ("bf16",),
-        "pointwise 64 long": ("bf16",),
-        "pointwise 16 long high": ("fp32",),
-        "pointwise 16 long medium": ("bf16", "fp16"),
-        "pointwise 64 long high": ("fp32",),
-        "pointwise 64 long medium": ("bf16", "fp16"),
-        "pointwise 128 long high": ("fp32",),
-        "pointwise 128 long medium": ("bf16", "fp16"),
-        "pointwise 3 general long high": ("fp32",),
-        "pointwise 65 general long high": ("fp32",),
-        "wide general long high": ("fp32",),
-        "grouped long high": ("fp32",),
-        "grouped long medium": ("bf16", "fp16"),
-    },
-    MOVED: {
-        "edgeconv high": ("fp32",),
-        "edgeconv long high": ("fp32",),
-        "edgeconv general long high": ("fp32",),
-    },
-    UNFENCED: {
-        "pointwise 17 general long high": ("fp32",),
-        "pointwise 17 general long medium": ("bf16", "fp16"),
-    },
-}
-
-
-def known_fault(target: str, name: str, dtype: str) -> str:
-    """Return why a call is known to be wrong; empty if it is not."""
-    return next((why for why, calls in KNOWN.items() if target == "sm_90" and dtype in calls.get(name, ())), "")
-
 
 class FoundWrong(Exception):
     """The numbers are right, but the simulator has found something."""
@@ -70,9 +28,7 @@ def cases(calls: dict[str, Call]) -> list[ParameterSet]:
 
 
 def parameters(target: str, name: str, dtype: str) -> ParameterSet:
-    reason = known_fault(target, name, dtype)
-    marks = [pytest.mark.xfail(raises=FoundWrong, reason=reason, strict=True)] if reason else []
-    return pytest.param(target, name, dtype, id=f"{target}-{name.replace(' ', '_')}-{dtype}", marks=marks)
+    return pytest.param(target, name, dtype, id=f"{target}-{name.replace(' ', '_')}-{dtype}")
 
 
 def assert_clean(outcome: Outcome) -> None:
@@ -93,11 +49,6 @@ def test_larger_shapes_agree_and_nothing_is_found(
     target: str, name: str, dtype: str, compiled: Callable[..., Outcome]
 ) -> None:
     assert_clean(compiled(simulate, target, name, dtype))
-
-
-def test_what_is_known_to_be_wrong_is_among_the_cases() -> None:
-    every = SMALL | LARGE
-    assert all(set(dtypes) <= set(every[name].dtypes) for calls in KNOWN.values() for name, dtypes in calls.items())
 
 
 # The compiler contracts a product and the first step of a sum over threads, so that threads differ in the last bit.

@@ -152,3 +152,34 @@ def test_bad_jobs(method: str, options: dict[str, object], words: str) -> None:
 def test_regrow_needs_a_budget() -> None:
     with pytest.raises(ValueError, match="macs"):
         Job(SMALL, DATA, method="regrow")
+
+
+SELECTIONS: dict[str, dict[str, object]] = {
+    "knapsack": {"m": "knapsack", "params": (200, 300)},
+    "relaxed": {"macs": (6000, 9000), "relax": True},
+    "top-k": {"top_k": 2},
+    "threshold": {"fraction": 0.5, "threshold": 1e9},
+    "the paper's triplets": {"m": 3, "c": 2.0, "theorem": "paper"},
+    "rayleigh": {"solver": "rayleigh"},
+    "relative": {"eps": "relative:0.3"},
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_every_selection_of_the_paper_has_settings(name: str) -> None:
+    history = run(job("s3d", None, **SELECTIONS[name]))
+    if name == "threshold":
+        # No gain is as large.
+        assert len(history) == 1
+        return
+    assert history[-1].params > history[0].params
+    if name == "top-k":
+        assert [phase.splits for phase in history] == [2, 2, 0]
+    for budget, phase in zip(SELECTIONS[name].get("params", ()), history[1:], strict=False):
+        assert phase.params <= budget
+
+
+@pytest.mark.parametrize("settings", [{"m": "knapsack"}, {"relax": True}, {"m": 5}, {"theorem": "other"}])
+def test_bad_selections(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"knapsack|relax|m must|theorem"):
+        SMALL.with_settings(settings)

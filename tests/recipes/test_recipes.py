@@ -335,8 +335,8 @@ def test_bad_settings_are_named(setting: str, value: Any) -> None:
     [
         ({"epoch": 3}, "'epoch' is not a setting"),
         ({"name": "other"}, "'name' is not a setting"),
-        ({"fraction": 0.2, "macs": [1] * 6}, "one of fraction and macs"),
-        ({"fraction": None}, "one of fraction and macs"),
+        ({"fraction": 0.2, "macs": [1] * 6}, "one of fraction, macs"),
+        ({"fraction": None}, "one of fraction, macs"),
     ],
     ids=["unknown", "no-setting", "both", "neither"],
 )

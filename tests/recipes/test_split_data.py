@@ -12,8 +12,9 @@ from s3d_fast import data
 from s3d_fast.base.world import World
 from s3d_fast.capture.budget import CapturePlan, UnitNeed
 from s3d_fast.recipes import recipe, split_data
-from s3d_fast.recipes.job import make_network
+from s3d_fast.recipes.job import Job, make_network
 from s3d_fast.recipes.recipe import Recipe
+from s3d_fast.recipes.running import run
 from s3d_fast.recipes.split_data import SplitData
 
 TINY = recipe("digits").with_settings({"widths": (3, 4, 5), "split_samples": 64, "split_batch": 16})
@@ -172,3 +173,41 @@ def test_split_samples_share_and_time_replace_one_another() -> None:
     for value in (0.0, 1.5):
         with pytest.raises(ValueError, match="split_share"):
             TINY.with_settings({"split_share": value})
+
+
+@pytest.fixture(scope="module")
+def digits() -> data.Dataset:
+    return data.digits()
+
+
+def test_batches_are_held_back_that_the_split_has_not_seen(digits: data.Dataset) -> None:
+    small = recipe("digits", "cpu").with_settings({"split_samples": 512, "split_batch": 64})
+    drawn = SplitData(small, digits.train, make_network(small, 10)).batches()
+    fresh = drawn.held_back()
+    assert fresh is not None
+    assert (len(drawn), len(fresh)) == (8, 2)
+    seen, others = ({tuple(row.tolist()) for x, _ in part for row in x.flatten(1)} for part in (drawn, fresh))
+    assert not seen & others
+    assert drawn.larger() is None
+
+
+def test_auto_doubles_the_samples(digits: data.Dataset) -> None:
+    small = recipe("digits", "cpu").with_settings({"split_samples": "auto", "split_batch": 64, "train_samples": 1400})
+    drawn = SplitData(small, digits.train.take(1400), make_network(small, 10)).batches()
+    assert len(drawn) == 16
+    larger = drawn.larger()
+    assert larger is not None
+    # As many as there are, without those that are held back.
+    assert len(larger) == 1400 // 64 - drawn.fresh
+    assert larger.larger() is None
+    first = [x for x, _ in drawn]
+    assert all(torch.equal(x, y) for x, (y, _) in zip(first, larger, strict=False))
+
+
+def test_a_phase_takes_more_samples_while_fresh_data_keep_more(digits: data.Dataset) -> None:
+    small = recipe("digits", "cpu").with_settings(
+        {"split_samples": "auto", "split_batch": 32, "steps": 1, "epochs": 4, "train_samples": 1400, "test_samples": 64}
+    )
+    history = run(Job(small, digits, method="s2d"))
+    assert history[0].kept is not None
+    assert history[0].batches in (32, 1400 // 32 - 1400 // 32 // 5)

@@ -1,0 +1,214 @@
+"""The launches that the compile check compiles: those that the operations make for representative tensors.
+
+The tensors are on PyTorch's device "meta" and have no contents. Each operation with products has two variants. The
+plain one is for layers without a bias whose sizes are multiples of 16. The "general" one is for layers with a bias,
+several vectors per filter, and any sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from s3d_fast.kernels import (
+    configs,
+    curvature,
+    edgeconv,
+    gated,
+    grouped,
+    krylov,
+    pointwise,
+    pointwise_wide,
+    surgery,
+    tridiagonal,
+)
+from s3d_fast.kernels.compiled import Target
+from s3d_fast.kernels.launch import Launch
+from s3d_fast.kernels.options import TritonOptions, triton_options
+from s3d_fast.kernels.products import product_form
+from s3d_fast.maths.activations import activation, activation_names
+from s3d_fast.maths.incoming import Incoming
+from s3d_fast.maths.reference import EdgeTies, KrylovState, Widening
+
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# With this many filters every tile has its full size; layers with few filters get smaller tiles.
+MANY_FILTERS, FEW_FILTERS = 1024, 16
+MANY_ROWS = 65536
+# Sizes that are not multiples of 16 are this much beyond one.
+ODD = 5
+# Wider than any fused kernel.
+WIDE = 512
+
+
+class CheckedLaunches:
+    """The launches for one target and one kind of rows, in their default configurations; each once."""
+
+    def __init__(self, target: Target, kind: str) -> None:
+        dtype, precision = (*kind.split(), "highest")[:2]
+        self.device, self.kind, self.stored = target.device, kind, STORED[dtype]
+        self.number = torch.float64 if dtype == "fp64" else torch.float32
+        self.options = TritonOptions(precision=precision, scratch_bytes=1 << 40)
+        self.form = product_form(self.stored, precision, self.device)
+
+    def __iter__(self) -> Iterator[Launch]:
+        seen = set()
+        for launch in self._all():
+            # Operations share kernels that split vectors, multiply and sum.
+            key = (launch.name, launch.label)
+            if key not in seen:
+                seen.add(key)
+                yield launch
+
+    def _all(self) -> Iterator[Launch]:
+        yield from self.biased()
+        for is_general in (False, True):
+            suffix = ", general" * is_general
+            for launches in (self.pointwise, self.wide, self.gated, self.edgeconv, self.grouped):
+                for launch in launches(is_general):
+                    yield replace(launch, name=launch.name + suffix)
+        yield from self.curvature()
+        yield from self.surgery()
+        yield from self.lanczos()
+
+    def rows(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.stored, device="meta")
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.number, device="meta")
+
+    def layer(self, D: int, filters: int, is_general: bool, N: int = MANY_ROWS) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """Return X, C, V and whether there is a bias; the general variant is a bit narrower."""
+        if not is_general:
+            return self.rows(N, D), self.rows(N, filters), self.numbers(filters, D), False
+        return self.rows(N, D - ODD), self.rows(N, filters + ODD), self.numbers(2 * (filters + ODD), D - ODD + 1), True
+
+    def biased(self) -> Iterator[Launch]:
+        """Yield the launches of aligned layers with a bias."""
+        for D in (64, WIDE):
+            layer = (
+                self.rows(MANY_ROWS, D),
+                self.rows(MANY_ROWS, MANY_FILTERS),
+                self.numbers(MANY_FILTERS, D + 1),
+                True,
+            )
+            found = configs.pointwise(self.device, self.form, self.stored, D, MANY_FILTERS)
+            pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
+            if found:
+                plan = pointwise.plan(*layer, self.device, self.options, found[0])
+            else:
+                plan = pointwise_wide.plan(*layer, self.device, self.options, pair)
+            for launch in plan.launches:
+                yield replace(launch, name=launch.name + ", bias" * (len(launch.work) > 0))
+
+    def pointwise(self, is_general: bool) -> Iterator[Launch]:
+        for width in configs.WIDTHS:
+            for filters in (MANY_FILTERS, FEW_FILTERS):
+                found = configs.pointwise(self.device, self.form, self.stored, width, filters, not is_general)
+                for config in found[:1]:
+                    layer = self.layer(width, filters, is_general)
+                    for atomic in (False, True) if filters == MANY_FILTERS and not is_general else (False,):
+                        options = replace(self.options, atomic=atomic)
+                        yield from pointwise.plan(*layer, self.device, options, config).launches
+
+    def wide(self, is_general: bool) -> Iterator[Launch]:
+        for N in (MANY_ROWS, configs.FEW_ROWS):
+            pair = configs.wide(self.device, self.form, self.stored, N, not is_general)[0]
+            layer = self.layer(WIDE, MANY_FILTERS, is_general, N)
+            yield from pointwise_wide.plan(*layer, self.device, self.options, pair).launches
+
+    def gated(self, is_general: bool) -> Iterator[Launch]:
+        for width in (*configs.WIDTHS, WIDE):
+            X, C, V, bias = self.layer(width, MANY_FILTERS, is_general)
+            vectors = self.numbers(len(V), 2 * V.shape[1])
+            coefficients = (C, C, C if is_general else None)
+            found = configs.gated(self.device, self.form, self.stored, width, MANY_FILTERS, not is_general)
+            if found:
+                plan = gated.plan(X, coefficients, vectors, bias, self.device, self.options, found[0])
+            else:
+                pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS, not is_general)[0]
+                plan = gated.wide_plan(X, coefficients, vectors, bias, self.device, self.options, pair)
+            yield from plan.launches
+
+    def edgeconv(self, is_general: bool) -> Iterator[Launch]:
+        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS, not is_general)[0]
+        for F in (16, 128):
+            X, C, V, bias = self.layer(F, MANY_FILTERS, is_general)
+            clouds, points = 16, len(X) // 16
+            winner = torch.empty(clouds, points, C.shape[1], dtype=torch.int32, device="meta")
+            incoming = Incoming(winner, winner, winner.new_empty(clouds, points + 1, C.shape[1]))
+            c = C.view(clouds, points, -1)
+            slope = c if is_general else None
+            for atomic, ties in ((False, None), (True, None), (False, EdgeTies(winner, c, slope, slope, incoming))):
+                yield from edgeconv.plan(
+                    X.view(clouds, points, -1), incoming, c, self.numbers(len(V), 2 * X.shape[1] + bias), bias, ties,
+                    self.device, replace(self.options, atomic=atomic), pair,
+                ).launches  # fmt: skip
+
+    def grouped(self, is_general: bool) -> Iterator[Launch]:
+        kinds = [("", (False, False), False)]
+        if not is_general:
+            kinds = [
+                ("", (True, True), False),
+                (", any C", (True, False), False),
+                (", few filters", (True, True), True),
+            ]
+        default = None
+        for name, alignment, has_few_filters in kinds:
+            own = configs.grouped(self.device, self.form, self.stored, alignment, has_few_filters)[0]
+            if has_few_filters and own == default:
+                continue
+            default = default or own
+            any_c = alignment == (True, False)
+            layers = []
+            for width in configs.WIDTHS[: len(own.tiles)]:
+                X, C, V, bias = self.layer(width, configs.FEW_FILTERS if has_few_filters else MANY_FILTERS, is_general)
+                # The solver drops filters that have converged; the columns of C that remain may be unaligned.
+                layers.append(grouped.Member(X, C[:, :-1] if any_c else C, V[:-1] if any_c else V, bias))
+            vectors = [layer.V for layer in layers]
+            with triton_options(precision=self.options.precision):
+                table = grouped.make_table(layers, vectors, own, self.device)
+            for launch in grouped.plan(layers, vectors, table, self.device, self.options, own).launches:
+                yield replace(launch, name=launch.name + name * (launch.name == "grouped"))
+
+    def curvature(self) -> Iterator[Launch]:
+        entries = self.rows(64, 32, 7)
+        acts = [activation(name) for name in activation_names()] + [activation("gelu", approximate="tanh")]
+        for act in acts:
+            name = "curvature, " + ("gelu, tanh" if act is acts[-1] else act.name)
+            for by_width in (False, True) if act.kinks else (False,):
+                norms = (self.rows(64 * 7), self.rows(32)) if by_width else (None, None)
+                (launch,) = curvature.plan(entries, entries, act, self.rows(32), 1, None, *norms).launches
+                yield replace(launch, name=name + ", by width" * by_width)
+
+    def surgery(self) -> Iterator[Launch]:
+        weight, index = self.rows(64, 64), torch.empty(80, dtype=torch.int64, device="meta")
+        yield from surgery.plan(
+            Widening(weight, index, self.rows(80), self.rows(16, 64), index, index, self.rows(80), 0.5)
+        ).launches
+
+    def lanczos(self) -> Iterator[Launch]:
+        # Vectors are float32, except for float64 rows.
+        if self.kind not in ("fp32", "fp64"):
+            return
+        M, capacity = 64, 45
+        length = torch.empty(M, dtype=torch.int64, device="meta")
+        coefficients = self.numbers(M, capacity)
+        for width in (64, 1024, krylov.WIDEST // (2 if self.kind == "fp64" else 1)):
+            basis, q = self.numbers(M, capacity, width), self.numbers(M, width)
+            state = KrylovState(
+                basis=basis, q=q, alpha=coefficients, beta=coefficients, length=length, scale=self.numbers(M)
+            )
+            yield krylov.plan(state, q, 7)
+        doubles = torch.empty(M, 2, dtype=torch.float64, device="meta")
+        vectors = doubles.new_empty(M, 2, capacity)
+        yield from tridiagonal.extremes_plan(coefficients, coefficients, length, vectors).launches
+        growth = doubles.new_empty(M)
+        yield from tridiagonal.widths_plan(coefficients, coefficients, length, doubles, growth).launches
+
+
+def names(launches: Sequence[Launch]) -> set[str]:
+    """Return the kernels' names without their variants."""
+    return {launch.name.split(",")[0] for launch in launches}
