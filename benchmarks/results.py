@@ -27,6 +27,7 @@ import torch
 from s3d_fast import env, recipes, report
 from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.maths.schemes import split_gain
+from s3d_fast.recipes.forward_time import time_in_turns
 from s3d_fast.recipes.job import make_network
 from s3d_fast.recipes.saved import recipe_of, saved_network
 
@@ -148,7 +149,7 @@ def time_forward(options: argparse.Namespace) -> None:
                 models.append(model.eval())
             full = recipe.network(recipe.full_widths, about["classes"]).eval()
             x = torch.randn(16, *about["input_shape"])
-            seconds = _in_turns([*models, full], x)
+            seconds = [one.median for one in time_in_turns([(model, x) for model in (*models, full)])]
             results[folder.name] = {
                 "relative": [value / seconds[-1] for value in seconds[:-1]],
                 "full_params": sum(p.numel() for p in full.parameters()),
@@ -156,18 +157,6 @@ def time_forward(options: argparse.Namespace) -> None:
     (options.out / "forward.json").write_text(json.dumps(results, indent=1) + "\n")
     loading = subprocess.run([sys.executable, "-m", "benchmarks.loading"], capture_output=True, text=True, check=True)
     (options.out / "loading.txt").write_text(loading.stdout)
-
-
-def _in_turns(models: list[torch.nn.Module], x: torch.Tensor, rounds: int = 15) -> list[float]:
-    """Return the median seconds of each model's forward pass; they take turns, so that all see the same noise."""
-    seconds: list[list[float]] = [[] for _ in models]
-    with torch.no_grad():
-        for _ in range(rounds + 2):
-            for model, taken in zip(models, seconds, strict=True):
-                began = time.perf_counter()
-                model(x)
-                taken.append(time.perf_counter() - began)
-    return [sorted(taken[2:])[rounds // 2] for taken in seconds]
 
 
 def summary(options: argparse.Namespace) -> None:

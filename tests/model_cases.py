@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from s3d_fast.models import DGCNN, MLP, VGG19, MobileNetV1, ResNet, TransformerBlock
+from s3d_fast.models import DGCNN, MLP, VGG19, MobileNetV1, PointNet, PointNet2, ResNet, TransformerBlock
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
@@ -114,11 +114,41 @@ def _dgcnn(activation: MakeActivation) -> nn.Module:
     return DGCNN((4, 3, 4, 3), num_classes=3, k=3, embedding=5, hidden=(4, 3), activation=activation)
 
 
+def _pointnet(activation: MakeActivation) -> nn.Module:
+    model = PointNet(
+        (4, 3, 4, 3, 5),
+        num_classes=3,
+        hidden=(4, 3),
+        transform_widths=(3, 4, 5),
+        transform_hidden=(4, 3),
+        activation=activation,
+        dropout=0.0,
+    )
+    for transform in (model.input_transform, model.feature_transform):
+        # The maps are the identity for every cloud at first: nothing would depend on the layers that predict them.
+        nn.init.normal_(transform.head[-1].weight, std=0.5)  # type: ignore[index, union-attr, arg-type]
+    return model
+
+
+def _pointnet2(activation: MakeActivation) -> nn.Module:
+    return PointNet2(
+        (4, 3, 4, 3, 4, 3, 4, 3, 5),
+        num_classes=3,
+        centres=(8, 4),
+        radii=(1.5, 2.5),
+        neighbours=(4, 3),
+        hidden=(4, 3),
+        activation=activation,
+        dropout=0.0,
+    )
+
+
 def _transformer(activation: MakeActivation) -> nn.Module:
     return TransformerBlock(4, heads=2, hidden=5, activation=activation)
 
 
 VGG_CONVOLUTIONS = (0, 3, 7, 10, 14, 17, 20, 23, 27, 30, 33, 36, 40, 43, 46, 49)
+TRANSFORM = ("shared.0", "shared.3", "shared.6", "head.0", "head.4")
 
 MODELS = (
     ModelCase("mlp", partial(_mlp, batchnorm=False), (7, 4), ("layers.0", "layers.2")),
@@ -138,6 +168,26 @@ MODELS = (
         (3, 8, 3),
         (*(f"edgeconvs.{i}" for i in range(4)), "embed", "head.0", "head.4"),
         kinked=partial(nn.LeakyReLU, 0.2),
+    ),
+    ModelCase(
+        "pointnet",
+        _pointnet,
+        (8, 8, 3),
+        (
+            *(f"input_transform.{name}" for name in TRANSFORM),
+            "local.0",
+            *(f"feature_transform.{name}" for name in TRANSFORM),
+            *("deep.0", "deep.3", "deep.6", "head.0", "head.4"),
+        ),
+    ),
+    ModelCase(
+        "pointnet2",
+        _pointnet2,
+        (8, 12, 3),
+        (
+            *(f"{part}.{i}" for part in ("levels.0.shared", "levels.1.shared", "shared") for i in (0, 3, 6)),
+            *("head.0", "head.4"),
+        ),
     ),
     ModelCase("transformer", _transformer, (2, 5, 4), ("up",), smooth=nn.GELU),
 )

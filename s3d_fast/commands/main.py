@@ -18,6 +18,7 @@ COMMANDS = {
     "recipes": "list the recipes",
     "report": "draw the report of a run",
     "inspect": "show which layers of a saved network can be split, and their spectra",
+    "time": "time forward passes of networks, side by side",
     "compare": "overlay runs in one report",
     "table": "run the rows of one of the paper's tables, beside its figures",
     "visualize": "draw filters before and after splitting, by guided backpropagation",

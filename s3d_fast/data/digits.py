@@ -11,6 +11,7 @@ from s3d_fast.data.images import normalise
 from s3d_fast.data.sources import ArraySource, Dataset
 
 CLASSES = 10
+SHAPE = (1, 8, 8)
 TRAIN = 1437
 # Maps the values 0..16 to 0..1.
 NORMALISE = normalise((0.0,), (16 / 255,))
@@ -29,4 +30,4 @@ def digits() -> Dataset:
     labels = as_labels("digits", loaded.target, len(images), CLASSES)
     order = torch.from_numpy(np.random.RandomState(0).permutation(len(images)))
     train, test = (ArraySource(images[part], labels[part], NORMALISE) for part in (order[:TRAIN], order[TRAIN:]))
-    return Dataset("digits", train, test, CLASSES, (1, 8, 8))
+    return Dataset("digits", train, test, CLASSES, SHAPE)

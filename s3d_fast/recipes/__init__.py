@@ -1,15 +1,30 @@
-"""The paper's experiments, and one on digits, each as a short typed configuration that `s3d-fast grow` runs."""
+"""The paper's experiments, and some of our own, each as a short typed configuration that `s3d-fast grow` runs."""
 
 from __future__ import annotations
 
 from s3d_fast.base import require
-from s3d_fast.recipes import cifar100_mobilenet, digits, imagenet_mobilenet, modelnet40_dgcnn
+from s3d_fast.recipes import (
+    cifar100_mobilenet,
+    digits,
+    imagenet_mobilenet,
+    modelnet40_dgcnn,
+    modelnet40_pointnet,
+    modelnet40_pointnet2,
+)
 from s3d_fast.recipes.recipe import Recipe
 
 # By name, then by preset: the whole experiment first, then one scaled down to two CPU cores.
-RECIPES: dict[str, dict[str, Recipe]] = {digits.FULL.name: {"full": digits.FULL, "cpu": digits.CPU}} | {
-    module.PAPER.name: {"paper": module.PAPER, "cpu": module.CPU}
-    for module in (cifar100_mobilenet, modelnet40_dgcnn, imagenet_mobilenet)
+RECIPES: dict[str, dict[str, Recipe]] = {
+    digits.FULL.name: {"full": digits.FULL, "cpu": digits.CPU},
+    **{
+        module.PAPER.name: {"paper": module.PAPER, "cpu": module.CPU}
+        for module in (cifar100_mobilenet, modelnet40_dgcnn, imagenet_mobilenet)
+    },
+    # The paper compares with these networks, but does not grow them.
+    **{
+        module.FULL.name: {"full": module.FULL, "cpu": module.CPU}
+        for module in (modelnet40_pointnet, modelnet40_pointnet2)
+    },
 }
 PRESETS = ("paper", "full", "cpu")
 
@@ -19,8 +34,8 @@ def recipe(name: str, preset: str | None = None) -> Recipe:
 
     Args:
         name: a name in `RECIPES`.
-        preset: "paper" for the paper's numbers, "full" for digits, which are not in the paper, or "cpu". By default the
-            whole experiment.
+        preset: "paper" for the paper's numbers, "full" for experiments that the paper does not have, or "cpu". By
+            default the whole experiment.
 
     Raises:
         ValueError: there is no such recipe or preset.

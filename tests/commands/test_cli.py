@@ -112,8 +112,7 @@ def test_a_recipe_is_shown(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["recipes", name]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = {line.split()[0]: line for line in lines[2:]}
-    # The digits are not in the paper.
-    assert lines[0].split() == ["setting", "full" if name == "digits" else "paper", "cpu", "what"]
+    assert lines[0].split() == ["setting", *RECIPES[name], "what"]
     paper, cpu = (recipe(name, preset).as_settings() for preset in (None, "cpu"))
     assert set(shown) == set(paper)
     for setting in ("epochs", "batch_size", "learning_rate", "c"):

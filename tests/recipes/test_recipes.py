@@ -35,16 +35,19 @@ SHAPES = {
     "digits": (1, 8, 8),
     "cifar100-mobilenet": (3, 32, 32),
     "modelnet40-dgcnn": (128, 3),
+    "modelnet40-pointnet": (128, 3),
+    "modelnet40-pointnet2": (128, 3),
     "imagenet-mobilenet": (3, 64, 64),
 }
-CLASSES = {"digits": 10, "cifar100-mobilenet": 100, "modelnet40-dgcnn": 40, "imagenet-mobilenet": 1000}
+CLASSES = {"digits": 10, "cifar100": 100, "modelnet40": 40, "imagenet": 1000}
+# The paper grows neither of these.
+OUR_OWN = ("digits", "modelnet40-pointnet", "modelnet40-pointnet2")
 
 
 def test_there_is_a_recipe_for_every_experiment() -> None:
-    assert set(RECIPES) == {"digits", "cifar100-mobilenet", "modelnet40-dgcnn", "imagenet-mobilenet"}
+    assert set(RECIPES) == set(SHAPES)
     for name, presets in RECIPES.items():
-        # The digits are not in the paper.
-        assert tuple(presets) == ("full" if name == "digits" else "paper", "cpu")
+        assert tuple(presets) == ("full" if name in OUR_OWN else "paper", "cpu")
         assert recipe(name) is recipe(name, preset_for(name, has_gpu=True))
         assert recipe(name, preset_for(name, has_gpu=False)) is presets["cpu"]
         for preset, entry in presets.items():
@@ -200,11 +203,11 @@ def test_the_loss_is_smoothed() -> None:
 def small_network(name: str, preset: str) -> tuple[Recipe, nn.Module]:
     entry = recipe(name, preset)
     torch.manual_seed(0)
-    return entry, entry.network((4,) * len(entry.widths), CLASSES[name])
+    return entry, entry.network((4,) * len(entry.widths), CLASSES[entry.dataset])
 
 
 @every_recipe
-def test_the_paper_splits_pointwise_and_edgeconv_layers_only(name: str, preset: str) -> None:
+def test_recipes_split_the_layers_that_they_name(name: str, preset: str) -> None:
     entry, model = small_network(name, preset)
     graph = s3d.trace(model, torch.zeros(2, *SHAPES[name]))
     split = {unit for unit in graph.units if entry.may_split(unit)}
@@ -213,6 +216,11 @@ def test_the_paper_splits_pointwise_and_edgeconv_layers_only(name: str, preset: 
         assert len(wanted) == 4
         # The other units could be split but are not.
         assert len(graph.units) > 4
+    elif name in ("modelnet40-pointnet", "modelnet40-pointnet2"):
+        wanted = {layer for layer, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))}
+        # Outputs and predicted matrices; and the layer whose channels such a matrix mixes.
+        wanted -= {"head.8", "local.3", "input_transform.head.8", "feature_transform.head.8"}
+        assert len(wanted) == {"modelnet40-pointnet": 16, "modelnet40-pointnet2": 11}[name]
     elif name == "digits":
         wanted = {layer for layer, module in model.named_modules() if isinstance(module, nn.Conv2d)}
         assert len(wanted) == 3

@@ -284,6 +284,8 @@ RANGES = {
     "vgg": (3e-5, 3e-4),
     "resnet": (1e-3, 1e-2),
     "dgcnn": (3e-5, 3e-4),
+    "pointnet": (3e-4, 3e-3),
+    "pointnet2": (3e-4, 3e-3),
     "transformer": (3e-3, 3e-2),
 }
 
