@@ -67,8 +67,8 @@ def arm(stage: str) -> None:
             # Capture is also called for the loss after a split, and the solver for a finer tolerance.
             if options.get("units", True) != () and options.get("tol", COARSEST) == COARSEST:
                 calls.append(name)
-            # The first call of the solver only checks its options.
-            if len(calls) == (3 if stage == "solve" else 2):
+            # The first call of the solver only checks its options; every phase captures fresh batches too.
+            if len(calls) == (3 if stage in ("solve", "capture") else 2):
                 grow_worker.die()
             return result
 

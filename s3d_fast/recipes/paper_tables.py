@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from s3d_fast.network import costs
 from s3d_fast.network.tracing import trace
-from s3d_fast.recipes import baselines, recipe
+from s3d_fast.recipes import RECIPES, baselines, preset_for, recipe
 from s3d_fast.recipes.job import make_network
 from s3d_fast.recipes.methods import METHODS
 from s3d_fast.recipes.recipe import Recipe
@@ -99,6 +99,8 @@ TABLES: dict[str, Table] = {
         "modelnet40-dgcnn",
         ("accuracy", "params (M)"),
         (
+            Row("PointNet", "full", _modelnet(89.2, 2.85), recipe="modelnet40-pointnet"),
+            Row("PointNet++", "full", _modelnet(90.7, 0.86), recipe="modelnet40-pointnet2"),
             Row("DGCNN (1.0x)", "full", _modelnet(92.6, 1.81)),
             Row("DGCNN (0.75x)", "full", _modelnet(92.4, 1.64), {"width_multiplier": 0.75}),
             Row("DGCNN (0.5x)", "full", _modelnet(92.3, 1.52), {"width_multiplier": 0.5}),
@@ -111,13 +113,17 @@ TABLES: dict[str, Table] = {
 
 def recipe_of(table: Table, row: Row, preset: str, settings: Mapping[str, Any] | None = None) -> Recipe:
     """Return the recipe of a row, with its settings."""
-    made = recipe(row.recipe or table.recipe, preset).with_settings({**(settings or {}), **row.settings})
+    name = row.recipe or table.recipe
+    # Networks that the paper only compares with have no preset of that name.
+    made = recipe(name, preset if preset in RECIPES[name] else preset_for(name, has_gpu=True))
+    made = made.with_settings({**(settings or {}), **row.settings})
     return made.with_settings({"m": 2, "c": 1.0}) if row.method in ("s2d", "net2net") else made
 
 
 def folder_of(row: Row) -> str:
     """Return the name of a row's run; rows that show phases of one run share it."""
-    words = [row.method, *(f"{name}-{value}" for name, value in row.settings.items())]
+    words = [*([row.recipe] if row.recipe else []), row.method]
+    words += [f"{name}-{value}" for name, value in row.settings.items()]
     return "-".join(words).replace("_", "-")
 
 

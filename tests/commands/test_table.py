@@ -36,8 +36,8 @@ def test_every_row_is_a_run(name: str) -> None:
             made = recipe_of(table, row, preset)
             assert row.step is None or row.step <= made.steps or preset == "cpu"
         assert set(row.figures) <= set(table.columns)
-    runs = {folder_of(row): (row.method, dict(row.settings)) for row in table.rows}
-    assert all(runs[folder_of(row)] == (row.method, dict(row.settings)) for row in table.rows)
+    runs = {folder_of(row): (row.recipe, row.method, dict(row.settings)) for row in table.rows}
+    assert all(runs[folder_of(row)] == (row.recipe, row.method, dict(row.settings)) for row in table.rows)
 
 
 def test_a_dry_run_says_what_it_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
