@@ -63,9 +63,10 @@ class EpochTrainer:
         sync_batchnorm: bool = False,
         progress: bool = False,
     ) -> None:
-        for number in epochs if isinstance(epochs, (tuple, list)) else [epochs]:
+        several: list[Any] = list(epochs) if isinstance(epochs, (tuple, list)) else [epochs]
+        for number in several:
             require.count("epochs", number)
-        if isinstance(epochs, (tuple, list)) and not epochs:
+        if not several:
             raise ValueError("epochs must hold at least one number, got none")
         require.choice("precision", precision, ("auto", *PRECISIONS))
         self.loader, self.loss_fn, self.epochs = loader, loss_fn, epochs
