@@ -35,7 +35,8 @@ def test_lanczos(benchmark: BenchmarkFixture, layer: PointwiseOperator, truth: S
     worst = float(error(found, truth).max())
     print(f"\nlanczos: error {worst:.1e} of the spectral radius after {int(found.matvecs.max())} products")
     assert worst <= ERROR
-    assert int(found.matvecs.max()) <= 50
+    # The certificate takes about a fifth of them.
+    assert int(found.matvecs.max()) <= 60
     compare(
         benchmark,
         lambda: extremal_eigenpairs(layer, tol=TOLERANCE, backend=BACKEND),
