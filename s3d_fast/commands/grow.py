@@ -214,7 +214,7 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, seed: int, out: P
         out=out,
         start=options.start,
         like=options.like,
-        scratch="compute" if options.match == "compute" else options.scratch,
+        scratch=_scratch(options),
         device=options.device,
         world=world,
         precision=options.precision,
@@ -336,6 +336,21 @@ def _parser(kind: str) -> Callable[[str], Any]:
 
         return values
     return element
+
+
+def _scratch(options: argparse.Namespace) -> str:
+    """Return how long networks that keep their size train, by --scratch and --match.
+
+    Raises:
+        ValueError: --match has no effect, or contradicts --scratch.
+    """
+    if options.match is None:
+        return str(options.scratch)
+    if METHODS[options.method].kind != "train":
+        raise ValueError(f"--match has no effect with --method {options.method}, which does not train from scratch")
+    if options.match == "epochs" and options.scratch == "compute":
+        raise ValueError(f"--match {options.match} and --scratch {options.scratch} contradict each other")
+    return "compute" if options.match == "compute" else str(options.scratch)
 
 
 def _is_number(text: str) -> bool:

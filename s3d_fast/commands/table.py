@@ -17,7 +17,7 @@ from s3d_fast.recipes.job import Job, first
 from s3d_fast.recipes.paper_tables import TABLES, Row, Table, expected, folder_of, recipe_of
 from s3d_fast.recipes.running import run as run_job
 from s3d_fast.records.record import PhaseRecord
-from s3d_fast.records.run import read_run
+from s3d_fast.records.run import read_run, training_compute
 from s3d_fast.report import wording
 
 # The shapes and sizes of the data sets, for a dry run without data.
@@ -140,21 +140,19 @@ def _results(table: Table, rows: list[Row], out: Path) -> list[list[str]]:
     """Return the table, with the paper's figures in brackets."""
     found = [["row", *table.columns, "compute (MACs x samples)"]]
     for row in rows:
-        phases = read_run(out / folder_of(row)).phases
-        place = -1 if row.step is None else min(row.step, len(phases) - 1)
-        phase = phases[place]
+        found_run = read_run(out / folder_of(row))
+        phases = found_run.phases
+        place = len(phases) - 1 if row.step is None else min(row.step, len(phases) - 1)
+        phase, compute = phases[place], training_compute(found_run)[place]
         values = {
             "accuracy": 100 * phase.metrics.get("accuracy", math.nan),
             "top5": 100 * phase.metrics.get("top5", math.nan),
             "params (M)": phase.params / 1e6,
             "MACs (M)": phase.macs / 1e6,
         }
-        samples = [[epoch.samples for epoch in one.epochs] for one in phases[: place + 1 or None]]
-        known = [sum(number or 0 for number in own) for own in samples]
-        compute = sum(one.macs * number for one, number in zip(phases, known, strict=False))
         cells = []
         for column in table.columns:
             paper = row.figures.get(column)
             cells.append(f"{values[column]:.4g}" + ("" if paper is None else f" ({paper:g})"))
-        found.append([row.name, *cells, f"{compute:.2e}"])
+        found.append([row.name, *cells, wording.NOTHING if compute is None else f"{compute:.2e}"])
     return found

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from s3d_fast.network.graph import Graph, Unit, filter_lengths, stored_tensors
+from s3d_fast.network.graph import Graph, filter_values, stored_tensors
 from s3d_fast.network.wrapping import inside
 from s3d_fast.splitting.plan import SplitPlan
 from s3d_fast.splitting.unit_changes import unit_changes
@@ -36,8 +36,8 @@ def distances(model: nn.Module, graph: Graph, groups: Groups) -> Tensor:
         unit = graph.units.get(name)
         if unit is None:
             continue
-        theta = _filters(unit, stored)
-        lengths = filter_lengths(unit, stored)
+        theta = filter_values(unit, stored)
+        lengths = theta.norm(dim=1)
         if unit.norm is not None:
             theta, lengths = nn.functional.normalize(theta, dim=1), torch.ones_like(lengths)
         for first, count in own:
@@ -47,18 +47,6 @@ def distances(model: nn.Module, graph: Graph, groups: Groups) -> Tensor:
             scale = float(lengths[first : first + count].mean())
             found.append(float(torch.cdist(copies, copies).max()) / scale if scale > 0 else 0.0)
     return torch.tensor(found, dtype=torch.float64)
-
-
-def _filters(unit: Unit, stored: Mapping[str, Tensor]) -> Tensor:  # (M, D)
-    """Return the parameters of every channel of a unit in float64."""
-    parts = []
-    for one in unit.filters:
-        rows = torch.from_numpy(one.rows)
-        weight = stored[one.weight].detach().double().cpu().movedim(one.row_axis, 0)
-        parts.append(weight.reshape(len(weight), -1)[rows])
-        if one.bias is not None:
-            parts.append(stored[one.bias].detach().double().cpu()[rows].unsqueeze(1))
-    return torch.cat(parts, 1)
 
 
 def steps_to_part(plan: SplitPlan, eps: float, lengths: Mapping[str, Tensor], rate: float, momentum: float) -> float:

@@ -327,14 +327,19 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def filter_lengths(unit: Unit, stored: Mapping[str, Tensor]) -> Tensor:
     """Return |theta| of every channel of a unit in float64, from a model's `stored_tensors`."""
-    total = torch.zeros(unit.width, dtype=torch.float64)
+    return filter_values(unit, stored).norm(dim=1)
+
+
+def filter_values(unit: Unit, stored: Mapping[str, Tensor]) -> Tensor:  # (M, D)
+    """Return theta of every channel of a unit in float64 on the CPU, from a model's `stored_tensors`."""
+    parts = []
     for one in unit.filters:
         rows = torch.from_numpy(one.rows)
         weight = stored[one.weight].detach().double().cpu().movedim(one.row_axis, 0)
-        total += weight.reshape(len(weight), -1).square().sum(1)[rows]
+        parts.append(weight.reshape(len(weight), -1)[rows])
         if one.bias is not None:
-            total += stored[one.bias].detach().double().cpu().square()[rows]
-    return total.sqrt()
+            parts.append(stored[one.bias].detach().double().cpu()[rows].unsqueeze(1))
+    return torch.cat(parts, 1)
 
 
 Holder = tuple[dict[str, Any], str, nn.Module]
