@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import s3d_fast as s3d
 from benchmarks.rebuilt_graphs import same_graphs, shapes
 from s3d_fast.base.tables import text_table
+from s3d_fast.capture.curvature import FLOOR
 from s3d_fast.models import DGCNN, MLP
 
 STEPS = (0.003, 0.01, 0.03)
-SEEDS = range(3)
 WIDTH = 8
 Act = Callable[[], nn.Module]
 
@@ -138,10 +138,10 @@ def prepared(name: str, act: Act, seed: int, train: bool) -> tuple[nn.Module, Te
     return model.eval(), x, y
 
 
-def ratios(model: nn.Module, x: Tensor, y: Tensor, eps: float, curvature: str, held: bool) -> list[float]:
+def ratios(model: nn.Module, x: Tensor, y: Tensor, eps: float, curvature: str, held: bool, floor: float) -> list[float]:
     """Return measured over predicted change of the loss, for the split of every unit alone."""
     graph = s3d.trace(model, x[:2])
-    operators = s3d.capture(model, F.cross_entropy, [(x, y)], graph, eps=eps, curvature=curvature)
+    operators = s3d.capture(model, F.cross_entropy, [(x, y)], graph, eps=eps, curvature=curvature, floor=floor)
     spectra = s3d.extremal_eigenpairs(operators, tol=1e-3)
     found = []
     for unit, spectrum in spectra.items():
@@ -161,6 +161,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--seeds", type=int, default=3, help="networks of every kind; default: %(default)s")
+    parser.add_argument("--floor", type=float, default=FLOOR, help="as for capture; default: %(default)s")
     options = parser.parse_args()
     rows = [["network", "activation", "weights", *(f"{kind} {eps:g}" for kind in ("paper", "exact") for eps in STEPS)]]
     for name in options.only:
@@ -172,8 +174,8 @@ def main() -> None:
                         for eps in STEPS:
                             every = [
                                 ratio
-                                for seed in SEEDS
-                                for ratio in ratios(*prepared(name, act, seed, train), eps, kind, held)
+                                for seed in range(options.seeds)
+                                for ratio in ratios(*prepared(name, act, seed, train), eps, kind, held, options.floor)
                             ]
                             cells.append(f"{statistics.median(every):.2f}" if every else "-")
                     words = name + (", graphs held" if held else ", graphs rebuilt" if name == "DGCNN" else "")

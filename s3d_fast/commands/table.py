@@ -12,6 +12,7 @@ from s3d_fast import recipes
 from s3d_fast.base.tables import text_table
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.commands.parsing import Parser
+from s3d_fast.data.samples import classes_and_shape
 from s3d_fast.data.sources import Dataset
 from s3d_fast.recipes.job import Job, first
 from s3d_fast.recipes.paper_tables import TABLES, Row, Table, expected, folder_of, recipe_of
@@ -20,12 +21,8 @@ from s3d_fast.records.record import PhaseRecord
 from s3d_fast.records.run import read_run, training_compute
 from s3d_fast.report import wording
 
-# The shapes and sizes of the data sets, for a dry run without data.
-KNOWN = {
-    "cifar100": ((3, 32, 32), 100, 50000),
-    "imagenet": ((3, 224, 224), 1000, 1281167),
-    "modelnet40": ((1024, 3), 40, 9840),
-}
+# Training samples of the data sets as they are published, for a dry run without data.
+SAMPLES = {"cifar100": 50000, "imagenet": 1281167, "modelnet40": 9840}
 
 
 def add(command: Parser) -> None:
@@ -110,7 +107,9 @@ def _run_row(table: Table, row: Row, preset: str, folder: Path, dataset: Dataset
 
 def _planned(table: Table, rows: list[Row], preset: str, options: argparse.Namespace) -> list[list[str]]:
     """Return the rows of a dry run; runs that several rows show count once."""
-    shape, classes, samples = KNOWN[options.table]
+    published = recipe_of(table, rows[0], preset)
+    classes, shape = classes_and_shape(published.dataset, published.data_options)
+    samples = SAMPLES[options.table]
     if options.data is not None:
         dataset = load_dataset(recipe_of(table, rows[0], preset), options)
         made = recipe_of(table, rows[0], preset, _settings(options))
