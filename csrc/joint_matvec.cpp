@@ -8,6 +8,7 @@
 #include "dtype.h"
 #include "layers.h"
 #include "panel_choice.h"
+#include "rounded_layer.h"
 
 namespace s3d {
 namespace {
@@ -107,6 +108,104 @@ struct JointLayer {
     }
 };
 
+// The same in bfloat16 with float32 sums: all X and C are bfloat16, V is float32. The u are not rounded, their
+// combinations are.
+struct RoundedJointLayer {
+    const PairKernels& kernel;
+    std::vector<PairTiles> X;
+    std::vector<Matrix<uint16_t>> C;
+    Vectors<float> V;
+    LayerSums<float> sums;
+    int64_t count, pairs, rows_per_tile;  // pairs of entries of a vector, without the biases
+
+    RoundedJointLayer(const PairKernels& kernel, const Tensors& x, const Tensors& c, const Tensor& v,
+                      const std::vector<bool>& bias, const Tensor& result)
+        : kernel(kernel), V(v), sums(v, result, rounded_panels(v)), count(x.size()), pairs(0) {
+        int64_t deepest = 1;
+        for (int64_t a = 0; a < count; ++a) {
+            X.emplace_back(kernel, x[a], bias[a]);
+            deepest = std::max(deepest, X[a].depth());
+            pairs += X[a].pairs();
+        }
+        for (const Tensor& coefficients : c) C.push_back(PairTiles::bits_of(coefficients));
+        rows_per_tile = rows_of_tile<uint16_t>(deepest);
+    }
+
+    double flops() const { return 4. * C[0].rows * sums.depth * sums.panels.K * sums.panels.M; }
+    int64_t most_slices() const { return C[0].rows / (2 * rows_per_tile); }
+
+    void run(int64_t task) const {
+        const TaskPlace place = sums[task];
+        const PanelGrid& panels = sums.panels;
+        const int64_t begin = sums.begin(place.slice, C[0].rows), end = sums.begin(place.slice + 1, C[0].rows);
+
+        Scratch& scratch = Scratch::of_thread();
+        const int64_t size = sums.panel_size(), block = place.count * size, width = panels.width;
+        const int64_t own = sums.has_partials() ? 0 : block, tile = rows_per_tile * width;
+        const int64_t packed = pairs * width, row_pairs = ceil_div(rows_per_tile, 2);
+        std::size_t bytes = Scratch::bytes_for<uint32_t>(place.count * packed) + Scratch::bytes_for<float>(own) +
+                            Scratch::bytes_for<float>(place.count * count * width) +
+                            Scratch::bytes_for<uint32_t>(row_pairs * width) +
+                            count * (Scratch::bytes_for<float>(tile) + Scratch::bytes_for<uint16_t>(tile));
+        for (const PairTiles& rows : X) {
+            bytes += Scratch::bytes_for<uint32_t>(rows.scratch_pairs(rows_per_tile)) +
+                     Scratch::bytes_for<uint16_t>(rows.scratch(rows_per_tile));
+        }
+        scratch.reset(bytes);
+        uint32_t* vectors = scratch.take<uint32_t>(place.count * packed);
+        float* own_sums = scratch.take<float>(own);
+        float* offsets = scratch.take<float>(place.count * count * width);
+        uint32_t* combined = scratch.take<uint32_t>(row_pairs * width);
+        std::vector<float*> u(count);
+        std::vector<uint16_t*> x_copy(count), c_copy(count);
+        std::vector<uint32_t*> x_pairs(count);
+        std::vector<const uint16_t*> x(count);
+        std::vector<Coefficients<uint16_t>> c(count);
+        for (int64_t a = 0; a < count; ++a) {
+            u[a] = scratch.take<float>(tile);
+            c_copy[a] = scratch.take<uint16_t>(tile);
+            x_pairs[a] = scratch.take<uint32_t>(X[a].scratch_pairs(rows_per_tile));
+            x_copy[a] = scratch.take<uint16_t>(X[a].scratch(rows_per_tile));
+        }
+
+        for (int64_t i = 0; i < place.count; ++i) {
+            uint32_t* v = vectors + i * packed;
+            for (int64_t a = 0, first = 0; a < count; first += X[a++].entries()) {
+                X[a].pack(V, panels[place.first + i], first, v, offsets + (i * count + a) * width);
+                v += X[a].pairs() * width;
+            }
+        }
+        float* total = sums.start(place, own_sums);
+        for (int64_t row = begin; row < end; row += rows_per_tile) {
+            const int64_t rows = std::min(rows_per_tile, end - row);
+            for (int64_t a = 0; a < count; ++a) {
+                x[a] = X[a].get(row, rows, x_copy[a]);
+                X[a].pair(x[a], rows, x_pairs[a]);
+            }
+            for (int64_t i = 0; i < place.count; ++i) {
+                const PanelPlace panel = panels[place.first + i];
+                const PairLoops& loops = kernel.panels[panel.kind];
+                const uint32_t* v = vectors + i * packed;
+                for (int64_t a = 0; a < count; ++a) {
+                    const float* offset = X[a].has_bias() ? offsets + (i * count + a) * width : nullptr;
+                    loops.project_plain(x[a], X[a].stride(), rows, X[a].pairs(), v, offset, u[a]);
+                    v += X[a].pairs() * width;
+                }
+                float* sum = total + i * size;
+                for (int64_t a = 0; a < count; ++a) {
+                    for (int64_t b = 0; b < count; ++b) {
+                        c[b] = rounded_coefficients(C[pair_place(a, b, count)], row, rows, panel, c_copy[b]);
+                    }
+                    loops.combine(rows, count, c.data(), u.data(), panel.count, combined);
+                    loops.accumulate(x_pairs[a], X[a].entries(), ceil_div(rows, 2), X[a].entries(), combined, sum);
+                    sum += X[a].entries() * panel.width;
+                }
+            }
+        }
+        sums.finish(place, total);
+    }
+};
+
 void check(const Tensors& X, const Tensors& C, const Tensor& V, const std::vector<bool>& bias) {
     check_compute_dtype("V", V);
     const ScalarType type = V.scalar_type();
@@ -130,10 +229,19 @@ void check(const Tensors& X, const Tensors& C, const Tensor& V, const std::vecto
     check_vectors(V, C[0].size(1), depth);
 }
 
-Tensor joint_matvec(const Tensors& X, const Tensors& C, const Tensor& V, const std::vector<bool>& bias) {
+// With `rounded`, and rows and coefficients in bfloat16, all factors may be rounded to bfloat16.
+Tensor joint_matvec(const Tensors& X, const Tensors& C, const Tensor& V, const std::vector<bool>& bias, bool rounded) {
     check(X, C, V, bias);
     const Tensor result = new_like(V);
     if (result.numel() == 0) return result;
+    const auto is_short = [](const Tensor& tensor) { return tensor.scalar_type() == ScalarType::BFloat16; };
+    const PairKernels* pairs = rounded ? pair_kernels() : nullptr;
+    if (pairs && std::all_of(X.begin(), X.end(), is_short) && std::all_of(C.begin(), C.end(), is_short)) {
+        std::list<RoundedJointLayer> layers;
+        layers.emplace_back(*pairs, X, C, V, bias, result);
+        run_layers(layers);
+        return result;
+    }
     with_dtype(V.scalar_type(), [&]<typename T>() {
         std::list<JointLayer<T>> layers;
         layers.emplace_back(X, C, V, bias, result);
@@ -143,7 +251,7 @@ Tensor joint_matvec(const Tensors& X, const Tensors& C, const Tensor& V, const s
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("joint_matvec(Tensor[] X, Tensor[] C, Tensor V, bool[] bias) -> Tensor");
+    m.def("joint_matvec(Tensor[] X, Tensor[] C, Tensor V, bool[] bias, bool rounded=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("joint_matvec", TORCH_BOX(&joint_matvec)); }

@@ -227,6 +227,15 @@ struct PairLoops {
     void (*project)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t pairs, const uint32_t* V,
                     const float* start, const Coefficients<uint16_t>& C, int64_t count, uint32_t* U);
 
+    // U[n, :] = start[:] + sum_k X[n, k] . V[k, :], not rounded, as wide as a panel.
+    void (*project_plain)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t pairs, const uint32_t* V,
+                          const float* start, float* U);
+
+    // Pair p of out is rows 2 p and 2 p + 1 of the sum over b < parts of C[b][n, :] * U[b][n, :], or one row and zero.
+    // Each C has `count` columns; each U is a panel.
+    void (*combine)(int64_t rows, int64_t parts, const Coefficients<uint16_t>* C, const float* const* U, int64_t count,
+                    uint32_t* out);
+
     // out[d, :] += sum_p X[p, d] . U[p, :].
     void (*accumulate)(const uint32_t* X, int64_t x_stride, int64_t pairs, int64_t depth, const uint32_t* U,
                        float* out);
@@ -234,6 +243,11 @@ struct PairLoops {
 
 struct PairKernels {
     std::array<PairLoops, 2> panels;  // as wide as those of Kernels<float>
+
+    // Pair k of panel[:, j] is entries 2 k and 2 k + 1 of filter j, rounded, or one entry and zero, for `count`
+    // filters.
+    void (*pack_pairs)(const float* V, int64_t filter_stride, int64_t count, int64_t depth, int64_t width,
+                       uint32_t* panel);
 
     // to[p, d] = entries (2 p, d) and (2 p + 1, d) of X, or one entry and zero.
     void (*pair_rows)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t depth, uint32_t* to,

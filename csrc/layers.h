@@ -120,11 +120,13 @@ void run_layers(std::list<Layer>& layers) {
     run_tasks(sums.size(), [&](int64_t i) { sums[i].first->sums.add_slices(sums[i].second); });
 }
 
-// With D up to a few hundred, a tile of X stays in the second-level cache and its product in the first.
+// With D up to about a thousand, a tile of X stays in the second-level cache and its product in the first. Every tile
+// reads and writes all sums of a panel: with fewer rows than `least_rows`, that would take as long as the products.
 template <typename T>
 int64_t rows_of_tile(int64_t depth) {
-    constexpr int64_t most_rows = 96, bytes = 192 << 10;
-    return std::clamp<int64_t>(bytes / (std::max<int64_t>(1, depth) * static_cast<int64_t>(sizeof(T))), 8, most_rows);
+    constexpr int64_t least_rows = 48, most_rows = 96, bytes = 192 << 10;
+    const int64_t fitting = bytes / (std::max<int64_t>(1, depth) * static_cast<int64_t>(sizeof(T)));
+    return std::clamp(fitting, least_rows, most_rows);
 }
 
 }  // namespace s3d

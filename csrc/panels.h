@@ -64,6 +64,14 @@ class PanelGrid {
     std::vector<PanelPlace> of_set_;
 };
 
+// Calls function(begin, end) for short ranges of [0, count). Loops that transpose take one range of all rows after the
+// other: rows whose distance is a multiple of a power of two share a few sets of the cache.
+template <typename Function>
+void for_each_line(int64_t count, const Function& function) {
+    constexpr int64_t entries = 16;
+    for (int64_t begin = 0; begin < count; begin += entries) function(begin, std::min(begin + entries, count));
+}
+
 // The vectors of the filters, (K, M, D), with any strides.
 template <typename T>
 struct Vectors {
@@ -77,17 +85,21 @@ struct Vectors {
           filter_stride(V.stride(-2)),
           entry_stride(V.stride(-1)) {}
 
-    T get(const PanelPlace& place, int64_t j, int64_t d) const {
-        return data[place.k * set_stride + (place.first + j) * filter_stride + d * entry_stride];
+    // Returns where entry d of the panel's first filter is.
+    const T* at(const PanelPlace& place, int64_t d) const {
+        return data + place.k * set_stride + place.first * filter_stride + d * entry_stride;
     }
+    T get(const PanelPlace& place, int64_t j, int64_t d) const { return at(place, d)[j * filter_stride]; }
 
     // panel[d, j] = entry first + d of filter j. Columns without a filter are zero.
     void pack(const PanelPlace& place, int64_t first, int64_t depth, T* panel) const {
         const int64_t width = place.width;
         if (place.count < width) std::memset(panel, 0, depth * width * sizeof(T));
-        for (int64_t d = 0; d < depth; ++d) {
-            for (int64_t j = 0; j < place.count; ++j) panel[d * width + j] = get(place, j, first + d);
-        }
+        for_each_line(depth, [&](int64_t begin, int64_t end) {
+            for (int64_t j = 0; j < place.count; ++j) {
+                for (int64_t d = begin; d < end; ++d) panel[d * width + j] = get(place, j, first + d);
+            }
+        });
     }
 };
 
@@ -95,13 +107,15 @@ struct Vectors {
 template <typename T>
 void unpack_panels(const T* panel, int64_t panels, int64_t panel_stride, int64_t count, int64_t depth, int64_t width,
                    T* to, int64_t stride) {
-    for (int64_t d = 0; d < depth; ++d) {
+    for_each_line(depth, [&](int64_t begin, int64_t end) {
         for (int64_t j = 0; j < count; ++j) {
-            T sum = panel[d * width + j];
-            for (int64_t r = 1; r < panels; ++r) sum += panel[r * panel_stride + d * width + j];
-            to[j * stride + d] = sum;
+            for (int64_t d = begin; d < end; ++d) {
+                T sum = panel[d * width + j];
+                for (int64_t r = 1; r < panels; ++r) sum += panel[r * panel_stride + d * width + j];
+                to[j * stride + d] = sum;
+            }
         }
-    }
+    });
 }
 
 // Returns the row stride of a scratch matrix, an odd number of cache lines. With an even number, the entries of a

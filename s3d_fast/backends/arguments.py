@@ -22,6 +22,12 @@ def require_rows(X: Tensor, C: Tensor, check_finite: bool = True) -> None:
     _require_finite(X, C, check_finite)
 
 
+def require_own_rows(E: Tensor, K: Tensor, X: Tensor, filters: int, width: int, check_finite: bool = True) -> None:
+    """Raise unless E (R, M, D) and K (R, M) are rows of filters and coefficients, with the dtype and device of X."""
+    _require_like_rows("E", E, X, ("R", filters, width), check_finite)
+    _require_like_rows("K", K, X, (len(E), filters), check_finite)
+
+
 def require_gated(
     X: Tensor,  # (N, D)
     c11: Tensor,  # (N, M)

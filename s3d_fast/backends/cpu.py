@@ -162,7 +162,7 @@ class CpuBackend(Backend):
         state.q.copy_(state.basis[:, step + 1])
 
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
-        return _call("joint_matvec", list(X), list(C), V, list(bias))
+        return _call("joint_matvec", list(X), list(C), V, list(bias), _rounded())
 
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return _call("top_two", values)

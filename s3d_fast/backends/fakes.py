@@ -49,7 +49,9 @@ def gated_matvec(X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Ten
     return V.new_empty(V.shape)
 
 
-def joint_matvec(X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
+def joint_matvec(
+    X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool], rounded: bool = False
+) -> Tensor:
     _require_compute_dtype("V", V)
     require_pairs(X, C, bias)
     for x in X:

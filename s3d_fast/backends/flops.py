@@ -34,7 +34,7 @@ def gated_matvec(X: Shape, c11: Shape, c12: Shape, c22: Shape | None, V: Shape, 
     return 4 * X[0] * _entries(V)
 
 
-def joint_matvec(X: list[Shape], C: list[Shape], V: Shape, bias: list[bool], **_: Any) -> int:
+def joint_matvec(X: list[Shape], C: list[Shape], V: Shape, bias: list[bool], rounded: bool = False, **_: Any) -> int:
     return 4 * X[0][0] * _entries(V)
 
 

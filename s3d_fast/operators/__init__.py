@@ -9,6 +9,7 @@ from s3d_fast.operators.free import MatrixFreeOperator
 from s3d_fast.operators.gated import GatedOperator
 from s3d_fast.operators.joint import JointOperator
 from s3d_fast.operators.operator import Provider, SplittingOperator
+from s3d_fast.operators.own_rows import OwnRowsOperator
 from s3d_fast.operators.pointwise import PointwiseOperator
 from s3d_fast.operators.stacked import StackedOperator, averaged
 from s3d_fast.operators.sums import SumOperator
@@ -24,6 +25,7 @@ __all__ = [
     "GatedOperator",
     "JointOperator",
     "MatrixFreeOperator",
+    "OwnRowsOperator",
     "PointwiseOperator",
     "Provider",
     "SplittingOperator",

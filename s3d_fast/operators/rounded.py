@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from s3d_fast.backends import extension
+from s3d_fast.operators.joint import JointOperator
 from s3d_fast.operators.operator import SplittingOperator
 from s3d_fast.operators.pointwise import PointwiseOperator
 from s3d_fast.operators.stacked import StackedOperator
@@ -29,4 +30,4 @@ def _rounded(operator: SplittingOperator) -> SplittingOperator:
         return StackedOperator(_rounded(operator.whole), operator.lengths)
     if isinstance(operator, SumOperator):
         return SumOperator([_rounded(term) for term in operator.terms], operator.weights)
-    return operator.stored_as(torch.bfloat16) if isinstance(operator, PointwiseOperator) else operator
+    return operator.stored_as(torch.bfloat16) if isinstance(operator, PointwiseOperator | JointOperator) else operator

@@ -16,7 +16,7 @@ from s3d_fast import PointwiseOperator
 from s3d_fast.capture import windows
 from s3d_fast.capture.draws import Draw
 from s3d_fast.capture.sampling import Sampling
-from s3d_fast.operators import GatedOperator, matvec_all
+from s3d_fast.operators import GatedOperator, OwnRowsOperator, TiedConvOperator, matvec_all
 
 
 def rows(samples: int, length: int) -> PointwiseOperator:
@@ -230,6 +230,49 @@ def test_sampled_rows_are_fewer_and_the_same_in_every_capture(name: str) -> None
     for unit in drawn:
         assert torch.equal(drawn[unit].dense(), again[unit].dense())
     assert any(not torch.allclose(drawn[unit].dense(), whole[unit].dense()) for unit in drawn)
+
+
+class Cloud(nn.Module):
+    """A maximum and a mean over all points."""
+
+    def __init__(self, sloped: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 6), nn.Linear(12, 3)
+        self.sloped = sloped
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = torch.tanh(x) if self.sloped else F.leaky_relu(x, 0.2)
+        return self.head(torch.cat([x.amax(1), x.mean(1)], 1))
+
+
+@pytest.mark.parametrize("sloped", [False, True])
+def test_maxima_over_clouds_keep_their_ties_and_sample_their_points(sloped: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Cloud(sloped).double(), (torch.randn(2, 40, 3).double(), torch.randint(3, (2,)))
+    graph = s3d.trace(model, batch[0])
+    whole = s3d.capture(model, F.cross_entropy, [batch], graph)["embed"]
+    drawn = s3d.capture(model, F.cross_entropy, [batch] * 300, graph, rows_per_sample=10)["embed"]
+    terms = drawn.batches()
+    assert {type(term).__name__ for term, _ in terms} == {"OwnRowsOperator"}
+    assert_unbiased([factor * term.dense() for term, factor in terms], whole.dense())
+    # Without curvature at the points, nothing is left to chance.
+    ((tied, _),) = whole.weighted_terms()
+    assert isinstance(tied, TiedConvOperator)
+    few = TiedConvOperator(
+        tied.X,
+        torch.zeros_like(tied.C),
+        first=tied.first,
+        second=tied.second,
+        K=tied.K,
+        d1=tied.d1,
+        d2=tied.d2,
+        bias=True,
+    )
+    ties_alone = Sampling(10).rows(few, 2, "embed", 0)
+    assert isinstance(ties_alone, OwnRowsOperator)
+    torch.testing.assert_close(ties_alone.dense(), few.dense(), rtol=1e-12, atol=1e-14)
+    assert float(few.dense().abs().max()) > 1e-6
 
 
 def test_one_by_one_filters_keep_sixteen_positions() -> None:

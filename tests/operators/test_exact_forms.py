@@ -14,7 +14,14 @@ from s3d_fast import SplittingOperator, SumOperator
 from s3d_fast.backends import operations
 from s3d_fast.maths import reference
 from s3d_fast.maths.reference import DepthwiseStage
-from s3d_fast.operators import DepthwiseOperator, EdgeConvOperator, GatedOperator, TiedConvOperator, matvec_all
+from s3d_fast.operators import (
+    DepthwiseOperator,
+    EdgeConvOperator,
+    GatedOperator,
+    OwnRowsOperator,
+    TiedConvOperator,
+    matvec_all,
+)
 from s3d_fast.operators.streamed import DiskStream, StreamedOperator
 from tests.backends.agreement import depthwise_of, edge_ties, gated_of, tied_of
 from tests.cases import DEPTHWISE, ConvCase, EdgeCase, RowsCase, random_tensor, random_vectors, relative_error
@@ -112,6 +119,19 @@ def dense_tied_conv(operator: TiedConvOperator) -> Tensor:
     return sum(torch.einsum("bmn,bmnd,bmne->mde", C, rows, rows) for C, rows in terms)
 
 
+def own_rows(bias: bool, dtype: torch.dtype = torch.float64) -> OwnRowsOperator:
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((7, 4), (7, 3), (5, 3, 4 + bias), (5, 3))
+    X, C, E, K = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return OwnRowsOperator(X, C, E, K, bias=bias)
+
+
+def dense_own_rows(operator: OwnRowsOperator) -> Tensor:
+    x = reference.with_ones(operator.X) if operator.bias else operator.X
+    own = torch.einsum("rm,rmd,rme->mde", operator.K, operator.E, operator.E)
+    return torch.einsum("nm,nd,ne->mde", operator.C, x, x) + own
+
+
 FORMS: dict[str, tuple[Callable[..., SplittingOperator], Callable[..., Tensor]]] = {
     "gated": (lambda dtype=torch.float64: gated(True, True, dtype), dense_gated),
     "gated-linear": (lambda dtype=torch.float64: gated(False, False, dtype), dense_gated),
@@ -119,6 +139,8 @@ FORMS: dict[str, tuple[Callable[..., SplittingOperator], Callable[..., Tensor]]]
     "edges-tied-sloped": (lambda dtype=torch.float64: tied_edges(True, dtype), dense_tied_edges),
     "conv-tied": (lambda dtype=torch.float64: tied_conv(False, dtype), dense_tied_conv),
     "conv-tied-sloped": (lambda dtype=torch.float64: tied_conv(True, dtype), dense_tied_conv),
+    "own-rows": (lambda dtype=torch.float64: own_rows(False, dtype), dense_own_rows),
+    "own-rows-bias": (lambda dtype=torch.float64: own_rows(True, dtype), dense_own_rows),
     "depthwise": (lambda dtype=torch.float64: depthwise(0, dtype), dense_depthwise),
     "depthwise-strided": (lambda dtype=torch.float64: depthwise(1, dtype), dense_depthwise),
     "depthwise-stages": (lambda dtype=torch.float64: depthwise(2, dtype), dense_depthwise),
