@@ -29,6 +29,7 @@ def good_calls() -> dict[str, tuple]:
             [random_tensor(6, 3, seed=seed) for seed in (1, 2, 3)],
             random_tensor(3, 7),
             [True, False],
+            False,
         ),
         "gated_matvec": (
             random_tensor(6, 4),
@@ -80,6 +81,7 @@ def good_calls() -> dict[str, tuple]:
         ),
         "activation_slopes": (random_tensor(2, 3, 4), random_tensor(3), 1, 0, 0.0, 0.0, [0.0], [1.0]),
         "top_two": (random_tensor(3, 5, 4),),
+        "gather_patches": (random_tensor(2, 3, 5, 4), index([[0, 1, -1], [1, 0, 2]]), [2, 3], [1, 1]),
         "grow_weights": (
             [random_tensor(3, 4), random_tensor(2)],
             [index([0, 2, 2]), index([1, 0])],

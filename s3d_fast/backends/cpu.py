@@ -164,6 +164,11 @@ class CpuBackend(Backend):
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
         return _call("joint_matvec", list(X), list(C), V, list(bias), _rounded())
 
+    def gather_patches(
+        self, *, maps: Tensor, places: Tensor, kernel: tuple[int, int], dilation: tuple[int, int]
+    ) -> Tensor:
+        return _call("gather_patches", maps, places, list(kernel), list(dilation))
+
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return _call("top_two", values)
 

@@ -108,6 +108,7 @@ REFUSED = (
     "tridiagonal_extremes",
     "certified_widths",
     "top_two",
+    "gather_patches",
 )
 
 

@@ -325,6 +325,16 @@ def top_two(values: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+def gather_patches(maps: Tensor, places: Tensor, kernel: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    _require_compute_dtype("maps", maps)
+    _require_like("places", places, torch.int64, maps.device)
+    require.shape("maps", maps, ("B", "C", "H", "W"))
+    require.shape("places", places, ("N", 3))
+    if len(kernel) != 2 or len(dilation) != 2 or min(*kernel, *dilation) < 1:
+        raise ValueError(f"kernel and dilation must be pairs of positive numbers, got {kernel} and {dilation}")
+    return maps.new_empty(places.shape[0], maps.shape[1] * kernel[0] * kernel[1])
+
+
 def certified_widths(alpha: Tensor, beta: Tensor, length: Tensor, values: Tensor, growth: Tensor) -> Tensor:
     _require_tridiagonal(alpha, beta, length)
     _require_like("values", values, torch.float64, alpha.device)
@@ -469,6 +479,7 @@ FAKES: dict[str, Callable[..., object]] = {
         tridiagonal_extremes,
         certified_widths,
         top_two,
+        gather_patches,
     )
 }
 

@@ -157,6 +157,12 @@ class Backend(ABC):
         """Return the places of the largest and the second largest value of every column."""
 
     @abstractmethod
+    def gather_patches(
+        self, *, maps: Tensor, places: Tensor, kernel: tuple[int, int], dilation: tuple[int, int]
+    ) -> Tensor:
+        """Return patches of maps as rows."""
+
+    @abstractmethod
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Return the extreme eigenpairs of symmetric tridiagonal matrices."""
 

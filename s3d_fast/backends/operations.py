@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from s3d_fast.backends.arguments import (
@@ -447,6 +448,29 @@ def top_two(values: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     if why_not:
         chosen = _instead_of(chosen, why_not, backend)
     return chosen.top_two(values)
+
+
+def gather_patches(
+    maps: Tensor,  # (B, C, H, W)
+    places: Tensor,  # (N, 3), int64
+    kernel: Sequence[int],
+    dilation: Sequence[int] = (1, 1),
+    backend: str = "auto",
+) -> Tensor:  # (N, C kh kw)
+    """Return patches of maps as rows, zero beyond the borders: see `reference.gather_patches`."""
+    require.tensor("maps", maps)
+    require.shape("maps", maps, ("B", "C", "H", "W"))
+    if not isinstance(places, Tensor) or places.dtype != torch.int64 or places.device != maps.device:
+        raise TypeError(f"places must be an int64 tensor on {maps.device}, got {places!r}")
+    require.shape("places", places, ("N", 3))
+    taps, steps = require.pair("kernel", kernel, 1), require.pair("dilation", dilation, 1)
+    if len(places) and not 0 <= int(places[:, 0].min()) <= int(places[:, 0].max()) < len(maps):
+        raise IndexError(f"places must name samples in [0, {len(maps)})")
+    chosen = choose(backend, maps)
+    why_not = chosen.why_not_dtype(maps.dtype)
+    if why_not:
+        chosen = _instead_of(chosen, why_not, backend)
+    return chosen.gather_patches(maps=maps, places=places, kernel=taps, dilation=steps)
 
 
 def grow_weights(widenings: Sequence[Widening], *, backend: str = "auto") -> list[Tensor]:

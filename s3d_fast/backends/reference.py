@@ -120,6 +120,11 @@ class ReferenceBackend(Backend):
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
         return reference.joint_matvec(X, C, V, bias)
 
+    def gather_patches(
+        self, *, maps: Tensor, places: Tensor, kernel: tuple[int, int], dilation: tuple[int, int]
+    ) -> Tensor:
+        return reference.gather_patches(maps, places, kernel, dilation)
+
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return reference.top_two(values)
 

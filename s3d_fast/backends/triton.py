@@ -159,6 +159,11 @@ class TritonBackend(Backend):
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
         return REFERENCE.joint_matvec(X=X, C=C, V=V, bias=bias)
 
+    def gather_patches(
+        self, *, maps: Tensor, places: Tensor, kernel: tuple[int, int], dilation: tuple[int, int]
+    ) -> Tensor:
+        return REFERENCE.gather_patches(maps=maps, places=places, kernel=kernel, dilation=dilation)
+
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return REFERENCE.top_two(values)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from s3d_fast.backends import operations
 from s3d_fast.network.calls import Call
 from s3d_fast.network.links import POOLS
 
@@ -35,11 +36,12 @@ def top_two(values: Tensor, node: fx.Node, shape: tuple[int, ...]) -> tuple[Tens
         where = places.permute(order).flatten(kept)
     if seen.shape[-1] < 2:
         return where[..., 0].reshape(shape), None, sign
-    top, index = seen.topk(2, dim=-1)
-    found = where.gather(-1, index)
+    columns = seen.reshape(-1, seen.shape[-1]).T
+    first, second = (slot.view(*seen.shape[:-1], 1) for slot in operations.top_two(columns.unsqueeze(0)))
+    winner = where.gather(-1, first)
     # In a window with one candidate the second is padding: it never ties.
-    runner = torch.where(torch.isfinite(top[..., 1]), found[..., 1], found[..., 0])
-    return found[..., 0].reshape(shape), runner.reshape(shape), sign
+    runner = torch.where(torch.isfinite(seen.gather(-1, second)), where.gather(-1, second), winner)
+    return winner.reshape(shape), runner.reshape(shape), sign
 
 
 def _windows(values: Tensor, places: Tensor, call: Call, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
+from s3d_fast.backends.operations import gather_patches
 from s3d_fast.capture.depthwise import depthwise_chain
 from s3d_fast.capture.draws import Draw
 from s3d_fast.capture.values import Values
@@ -352,22 +352,13 @@ class WindowValues(Values):
         return self.patches[name]
 
     def _patches(self, maps: Tensor, reach: Reach) -> Tensor:
-        (top, left), (down, right), channels = reach.padding, reach.dilation, maps.shape[1]
-        if reach.padding != (0, 0):
-            maps = F.pad(maps, (left, left, top, top))
-        height, width = maps.shape[2:]
         places, inside = self._level(0)
         y, x = places // self.levels.sizes[0][1], places % self.levels.sizes[0][1]
-        corner = self._sample(maps)[:, None, None] * (height * width)
-        corner = corner + y * (reach.stride[0] * width) + x * reach.stride[1]
-        taps = torch.arange(reach.kernel[0], device=maps.device)[:, None] * (down * width)
-        taps = (taps + torch.arange(reach.kernel[1], device=maps.device) * right).flatten()
-        # With channels last, a patch is kh kw rows of C numbers.
-        lines = maps.permute(0, 2, 3, 1).reshape(-1, channels)
-        rows = lines.index_select(0, (corner.view(-1, 1) + taps).flatten()).view(-1, len(taps), channels)
-        if inside is not None:
-            rows *= inside.view(-1, 1, 1)
-        return rows.mT.reshape(-1, len(taps) * channels)
+        sample = self._sample(maps)[:, None, None].expand_as(places)
+        corners = (y * reach.stride[0] - reach.padding[0], x * reach.stride[1] - reach.padding[1])
+        at = torch.stack([sample, *corners], -1).view(-1, 3)
+        rows = gather_patches(maps, at, reach.kernel, reach.dilation)
+        return rows if inside is None else rows.mul_(inside.view(-1, 1))
 
     def _sample(self, maps: Tensor) -> Tensor:  # (n,)
         """Return the sample that every window belongs to; 0 if all samples share the maps."""

@@ -408,6 +408,28 @@ def top_two(values: Tensor) -> tuple[Tensor, Tensor]:  # (R, k, M) -> (R, M), (R
     return first, second
 
 
+def gather_patches(
+    maps: Tensor,  # (B, C, H, W)
+    places: Tensor,  # (N, 3), int64
+    kernel: tuple[int, int],
+    dilation: tuple[int, int],
+) -> Tensor:  # (N, C kh kw)
+    """Return patches of maps as rows, each in the order of a filter's weight, (C, kh, kw); zero beyond the borders.
+
+    Every row of `places` is the sample, and the row and column of the first tap, which may lie outside the maps.
+    """
+    height, width = maps.shape[2:]
+    sample, y, x = (one[:, None, None] for one in places.unbind(1))
+    y = y + torch.arange(kernel[0], device=maps.device)[:, None] * dilation[0]
+    x = x + torch.arange(kernel[1], device=maps.device) * dilation[1]
+    inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    # With channels last, a patch is kh kw rows of C numbers.
+    lines = maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1])
+    at = (sample * height + y.clamp(0, height - 1)) * width + x.clamp(0, width - 1)
+    rows = lines.index_select(0, at.flatten()) * inside.reshape(-1, 1)
+    return rows.view(len(places), -1, maps.shape[1]).mT.reshape(len(places), -1)
+
+
 def with_ones(X: Tensor) -> Tensor:
     """Return [X, 1], the rows of a filter with a bias."""
     return torch.cat([X, X.new_ones(*X.shape[:-1], 1)], -1)

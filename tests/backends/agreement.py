@@ -103,6 +103,11 @@ class Definitions:
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return reference.top_two(values)
 
+    def gather_patches(
+        self, *, maps: Tensor, places: Tensor, kernel: tuple[int, int], dilation: tuple[int, int]
+    ) -> Tensor:
+        return reference.gather_patches(maps, places, kernel, dilation)
+
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return [reference.grow_weight(*widening) for widening in widenings]
 
@@ -190,6 +195,11 @@ class PublicOperations:
 
     def top_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return operations.top_two(values, self.backend)
+
+    def gather_patches(
+        self, *, maps: Tensor, places: Tensor, kernel: tuple[int, int], dilation: tuple[int, int]
+    ) -> Tensor:
+        return operations.gather_patches(maps, places, kernel, dilation, self.backend)
 
     def grow_weights(self, widenings: Sequence[Widening]) -> list[Tensor]:
         return operations.grow_weights(widenings, backend=self.backend)
@@ -279,6 +289,8 @@ def _result_dtypes(name: str, arguments: Mapping[str, Any]) -> list[torch.dtype]
         return [torch.float64]
     if name == "top_two":
         return [torch.int64] * 2
+    if name == "gather_patches":
+        return [arguments["maps"].dtype]
     if name == "joint_matvec":
         return [compute_dtype(arguments["X"][0].dtype)]
     if name.endswith("_grouped"):
@@ -468,6 +480,12 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     "curvature_coefficients:by-entry": lambda: {**_curvature(1, False), **kink_widths(15, 7, whole=(5, 7, 3))},
     "activation_slopes": lambda: {key: _curvature(1, False)[key] for key in ("z", "activation", "scale", "axis")},
     "top_two": lambda: {"values": random_tensor(6, 9, 70)},
+    "gather_patches": lambda: {
+        "maps": random_tensor(2, 3, 5, 6),
+        "places": torch.tensor([[0, 0, 0], [1, -1, -2], [1, 4, 5], [0, 2, 3], [1, -9, 1]]),
+        "kernel": (3, 2),
+        "dilation": (1, 2),
+    },
     "grow_weights": _grow,
     "krylov_extend": _krylov,
     "tridiagonal_extremes": _tridiagonal,

@@ -193,6 +193,7 @@ LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "curvature_coefficients:by-entry": lambda: (*_curvature(), _curvature()[0].abs(), _rows()[1][0].abs()),
     "activation_slopes": lambda: (_curvature()[1], _rows()[1][0], 1, 1, 0.0, 0.0, [], []),
     "top_two": lambda: (_rows()[0][:100].unflatten(0, (10, 10)),),
+    "gather_patches": lambda: (_maps()[0], torch.tensor([[0, 1, 2], [1, -1, 0]]).repeat(500, 1), [3, 3], [1, 1]),
     "grow_weights": _growth,
     "symmetric_extremes": lambda: (kernels.splitting_matrices(*_rows()[:2], True),),
     "tridiagonal_extremes": lambda: (random_tensor(50, 30), random_tensor(50, 30, seed=1), torch.full((50,), 30)),

@@ -138,6 +138,9 @@ SHAPES: list[tuple[str, int, Change]] = [
     ("curvature_coefficients_", 0, apart),
     ("activation_slopes", 0, flatter),
     *(("top_two", 0, change) for change in (flatter, deeper, lambda values: values[:, :1])),
+    *(("gather_patches", position, flatter) for position in (0, 1)),
+    ("gather_patches", 1, lambda places: places[:, :2]),
+    *(("gather_patches", position, to(pair)) for position in (2, 3) for pair in ([1], [0, 1], [1, -1], [2**40, 1])),
     *(("activation_slopes", 1, change) for change in (shorter, deeper)),
     *(("activation_slopes", 2, to(axis)) for axis in (-1, 2, 3)),
     *(("activation_slopes", 3, to(kind)) for kind in (-1, 2, 99)),
@@ -207,7 +210,7 @@ DTYPES: list[tuple[str, int, Change]] = [
     *(("grow_weights", position, first(change)) for position in (1, 4, 5) for change in (Tensor.int, Tensor.double)),
     *(
         (name, 0, change)
-        for name in ("symmetric_extremes", "top_two")
+        for name in ("symmetric_extremes", "top_two", "gather_patches")
         for change in (Tensor.half, whole, Tensor.cfloat)
     ),
     *(
@@ -218,6 +221,7 @@ DTYPES: list[tuple[str, int, Change]] = [
             ("krylov_extend", 4),
             ("tridiagonal_extremes", 2),
             ("certified_widths", 2),
+            ("gather_patches", 1),
         ]
         for change in (Tensor.int, Tensor.double)
     ),
@@ -237,6 +241,7 @@ RANGES: list[tuple[str, int, Change]] = [
     *(("tridiagonal_extremes", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
     *(("certified_widths", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
     *(("tied_maps", position, but_for(value)) for position in (2, 3) for value in (20, -1, 2**62)),
+    *(("gather_patches", 1, but_for(*change)) for change in ((2, 0), (-1, 0), (2**62, 0), (2**62, -1))),
 ]
 
 DEVICES = [

@@ -13,7 +13,7 @@ from torch import Tensor
 import s3d_fast as s3d
 from s3d_fast.backends import cpu_options, extension
 from s3d_fast.backends.cpu import CPU
-from tests.backends.agreement import assert_agrees, assert_close, layers_of, rows_of
+from tests.backends.agreement import assert_agrees, assert_close, joint_of, layers_of, rows_of
 from tests.cases import LAYOUTS, RowsCase, laid_out
 
 _C = pytest.importorskip("s3d_fast._C")
@@ -91,6 +91,37 @@ def test_factors_in_bfloat16_in_every_layout(isa: str, layout: str) -> None:
         for name in ("X", "C", "V"):
             arguments = {**given, name: laid_out(given[name], layout)}
             assert_close(rounded_product(**arguments), CPU.splitting_matvec(**arguments), ROUNDED, (D, M, name))
+
+
+def joint_product(**given: object) -> Tensor:
+    with s3d.cpu_options(precision="medium"):
+        return CPU.joint_matvec(**given)  # type: ignore[arg-type]
+
+
+def test_joint_factors_in_bfloat16(isa: str) -> None:
+    cases: list[tuple[tuple[int, ...], tuple[bool, ...], int, int, int | None]] = [
+        ((7, 30, 4), (False, True, True), 9, 130, 2),
+        ((64,), (True,), 33, 97, None),
+        ((5, 2), (True, False), 16, 1, None),
+        ((1, 96, 33), (False, False, True), 70, 203, None),
+        ((1200, 18), (False, True), 17, 99, None),
+    ]
+    for widths, bias, M, N, K in cases:
+        given = joint_of(widths, bias, M, N, K, torch.float32)
+        short = {name: [one.bfloat16() for one in given[name]] for name in ("X", "C")}
+        wide = {name: [one.double() for one in tensors] for name, tensors in short.items()}
+        exact = CPU.joint_matvec(**{**given, **wide, "V": given["V"].double()})
+        found = joint_product(**{**given, **short})
+        assert found.dtype == torch.float32
+        assert_close(found, exact, ROUNDED, widths)
+        assert torch.equal(found, CPU.joint_matvec(**{**given, **short})) != _C.has_bfloat16_products()
+        # One tensor that is not bfloat16, and nothing is rounded.
+        mixed = {**given, **short, "C": [*short["C"][:-1], given["C"][-1]]}
+        assert torch.equal(joint_product(**mixed), CPU.joint_matvec(**mixed))
+        for layout in LAYOUTS:
+            moved = {name: [laid_out(one, layout) for one in tensors] for name, tensors in short.items()}
+            assert_close(joint_product(**{**given, **moved}), found, 1e-6, (widths, layout))
+            assert_close(joint_product(**{**given, **short, "V": laid_out(given["V"], layout)}), found, 1e-6, layout)
 
 
 def test_only_medium_precision_and_bfloat16_rows_round(isa: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from s3d_fast import ConvOperator, PointwiseOperator, SplittingOperator, SumOperator, extremal_eigenpairs
 from s3d_fast.backends import extension
-from s3d_fast.operators import averaged
+from s3d_fast.operators import JointOperator, averaged
 from s3d_fast.operators.rounded import rounded_where_faster
 
 
@@ -31,7 +31,10 @@ def stored(operator: SplittingOperator) -> set[torch.dtype]:
 
 
 def test_wide_layers_are_rounded_where_that_is_faster(has_products: bool) -> None:
-    wide = [rows(), SumOperator([rows(), rows(seed=1)]), averaged([rows(), rows(seed=1)])]
+    generator = torch.Generator().manual_seed(3)
+    X, C = ([torch.randn(300, 64, generator=generator) for _ in range(count)] for count in (2, 3))
+    joint = JointOperator(X, C, bias=[False, True])
+    wide = [rows(), joint, SumOperator([rows(), rows(seed=1)]), averaged([rows(), rows(seed=1)])]
     maps = ConvOperator(torch.randn(2, 64, 4, 4), torch.randn(2, 64, 4, 4), kernel_size=(1, 1))
     others = [rows(D=63), rows(M=63), rows(dtype=torch.float64), maps]
     found = rounded_where_faster([*wide, *others])
