@@ -249,6 +249,9 @@ struct PairKernels {
     void (*pack_pairs)(const float* V, int64_t filter_stride, int64_t count, int64_t depth, int64_t width,
                        uint32_t* panel);
 
+    // Pair p of out is rows 2 p and 2 p + 1 of U, rounded, or one row and zero. U has `width` columns.
+    void (*round_pairs)(const float* U, int64_t rows, int64_t width, uint32_t* out);
+
     // to[p, d] = entries (2 p, d) and (2 p + 1, d) of X, or one entry and zero.
     void (*pair_rows)(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t depth, uint32_t* to,
                       int64_t to_stride);

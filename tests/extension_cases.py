@@ -63,6 +63,16 @@ def good_calls() -> dict[str, tuple]:
             (torch.arange(40).reshape(2, 5, 4) + 2) % 5,
             *(random_tensor(2, 5, 4, seed=seed) for seed in (1, 2, 3)),
         ),
+        "tied_rows_matvec": (
+            random_tensor(8, 4),
+            random_tensor(8, 3),
+            random_tensor(3, 5),
+            torch.arange(12).reshape(2, 3, 2) % 4,
+            (torch.arange(12).reshape(2, 3, 2) + 1) % 4,
+            *(random_tensor(2, 3, 2, seed=seed) for seed in (1, 2, 3)),
+            True,
+            False,
+        ),
         "tied_maps": (
             random_tensor(2, 6, 4, 5),
             random_tensor(2, 3, 4, 5),

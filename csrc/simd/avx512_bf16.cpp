@@ -198,6 +198,17 @@ S3D_BF16_TARGET void pack_pairs(const float* V, int64_t filter_stride, int64_t c
     }
 }
 
+S3D_BF16_TARGET void round_pairs(const float* U, int64_t rows, int64_t width, uint32_t* out) {
+    for (int64_t n = 0; n < rows; n += 2) {
+        for (int64_t j = 0; j < width; j += lanes) {
+            const float* u = U + n * width + j;
+            const __m512 next = n + 1 < rows ? _mm512_loadu_ps(u + width) : _mm512_setzero_ps();
+            const __m512i both = _mm512_or_si512(rounded(_mm512_loadu_ps(u)), _mm512_slli_epi32(rounded(next), 16));
+            _mm512_storeu_si512(out + n / 2 * width + j, both);
+        }
+    }
+}
+
 S3D_BF16_TARGET void pair_rows(const uint16_t* X, int64_t x_stride, int64_t rows, int64_t depth, uint32_t* to,
                                int64_t to_stride) {
     for (int64_t n = 0; n < rows; n += 2) {
@@ -213,7 +224,8 @@ S3D_BF16_TARGET void pair_rows(const uint16_t* X, int64_t x_stride, int64_t rows
     }
 }
 
-extern const PairKernels kernels = {{PairPanels<2>::loops(), PairPanels<1>::loops()}, pack_pairs, pair_rows};
+extern const PairKernels kernels = {
+    {PairPanels<2>::loops(), PairPanels<1>::loops()}, pack_pairs, round_pairs, pair_rows};
 
 }  // namespace s3d::avx512_bf16
 

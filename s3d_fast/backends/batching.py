@@ -19,6 +19,7 @@ VECTORS = {
     "gated_matvec": 4,
     "joint_matvec": 2,
     "depthwise_matvec_grouped": 6,
+    "tied_rows_matvec": 2,
     "edgeconv_matvec": 3,
 }
 

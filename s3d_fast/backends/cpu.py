@@ -99,6 +99,10 @@ class CpuBackend(Backend):
     def tied_matvec(
         self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
     ) -> Tensor:
+        if is_on_rows(X, geometry):
+            rows, coefficients = (maps.permute(0, 2, 3, 1).flatten(0, 2) for maps in (X, C))
+            return _call("tied_rows_matvec", rows, coefficients, V, *ties, bias, _rounded())
+
         def between(P: Tensor) -> Tensor:
             return _call("tied_maps", P, C, *ties)
 
@@ -202,6 +206,17 @@ def _call(name: str, *arguments: Any) -> Any:
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
+
+
+# Maxima over more positions than this do not fit into a tile of rows.
+MOST_TIED_ROWS = 96
+
+
+def is_on_rows(X: Tensor, geometry: ConvGeometry) -> bool:
+    """Return whether the maps of a 1 x 1 convolution are rows in memory, as those of sampled windows are."""
+    is_pointwise = geometry == ((1, 1), (1, 1), (0, 0), (1, 1))
+    is_small = X.shape[2] * X.shape[3] <= MOST_TIED_ROWS
+    return is_pointwise and is_small and X.permute(0, 2, 3, 1).is_contiguous()
 
 
 def _rounded() -> bool:

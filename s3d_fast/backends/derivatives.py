@@ -94,6 +94,7 @@ RULES = {
     "depthwise_matvec_grouped": _same_product("depthwise_matvec_grouped", "V"),
     "edgeconv_matvec": _same_product("edgeconv_matvec", "V"),
     "tied_maps": _same_product("tied_maps", "P"),
+    "tied_rows_matvec": _same_product("tied_rows_matvec", "V"),
 }
 REFUSED = (
     "depthwise_row_norms",

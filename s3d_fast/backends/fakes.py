@@ -143,6 +143,27 @@ def edgeconv_matvec(
     return V.new_empty(V.shape)
 
 
+def tied_rows_matvec(
+    X: Tensor,
+    C: Tensor,
+    V: Tensor,
+    first: Tensor,
+    second: Tensor,
+    K: Tensor,
+    d1: Tensor | None,
+    d2: Tensor | None,
+    bias: bool,
+    rounded: bool = False,
+) -> Tensor:
+    _require_compute_dtype("V", V)
+    _require_rows(X, C, V.dtype, V.device, "C")
+    _require_ties(first, second, K, d1, d2, ("windows", C.shape[1], "Q"), V)
+    if K.shape[0] == 0 or X.shape[0] % K.shape[0] != 0:
+        raise ValueError(f"the windows of K must divide {X.shape[0]} rows, got {K.shape[0]}")
+    _require_vectors(V, C.shape[1], X.shape[1] + bias)
+    return V.new_empty(V.shape)
+
+
 def tied_maps(
     P: Tensor,
     C: Tensor,
@@ -158,17 +179,7 @@ def tied_maps(
     require.shape("C", C, (P.shape[0], "M", P.shape[2], P.shape[3]))
     if (P.shape[1] % C.shape[1] if C.shape[1] else P.shape[1]) != 0:
         raise ValueError(f"C must have the shape (B, M, H, W) of P {tuple(P.shape)}, got {tuple(C.shape)}")
-    if (d1 is None) != (d2 is None):
-        raise ValueError("d1 and d2 must be given together")
-    _require_stored("K", K, P.dtype, P.device)
-    require.shape("K", K, (*C.shape[:2], "Q"))
-    for name, index in (("first", first), ("second", second)):
-        _require_like(name, index, torch.int64, P.device)
-        require.shape(name, index, K.shape)
-    for name, slope in (("d1", d1), ("d2", d2)):
-        if slope is not None:
-            _require_stored(name, slope, P.dtype, P.device)
-            require.shape(name, slope, K.shape)
+    _require_ties(first, second, K, d1, d2, (*C.shape[:2], "Q"), P)
     contiguous = P.is_contiguous() or P.stride(1) != 1
     return torch.empty_like(P, memory_format=torch.contiguous_format if contiguous else torch.channels_last)
 
@@ -420,6 +431,29 @@ def _require_compute_dtype(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}")
 
 
+def _require_ties(
+    first: Tensor,
+    second: Tensor,
+    K: Tensor,
+    d1: Tensor | None,
+    d2: Tensor | None,
+    shape: Sequence[int | str],
+    like: Tensor,
+) -> None:
+    """Raise unless all are tensors of the ties of maxima, with this shape and the dtype and device of `like`."""
+    if (d1 is None) != (d2 is None):
+        raise ValueError("d1 and d2 must be given together")
+    _require_stored("K", K, like.dtype, like.device)
+    require.shape("K", K, shape)
+    for name, index in (("first", first), ("second", second)):
+        _require_like(name, index, torch.int64, like.device)
+        require.shape(name, index, K.shape)
+    for name, slope in (("d1", d1), ("d2", d2)):
+        if slope is not None:
+            _require_stored(name, slope, like.dtype, like.device)
+            require.shape(name, slope, K.shape)
+
+
 def _require_like(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     _require_one_of(name, tensor, (dtype,), device)
 
@@ -468,6 +502,7 @@ FAKES: dict[str, Callable[..., object]] = {
         depthwise_row_norms,
         edgeconv_matvec,
         tied_maps,
+        tied_rows_matvec,
         splitting_matrices,
         add_splitting_matrices,
         curvature_coefficients,

@@ -34,6 +34,10 @@ def gated_matvec(X: Shape, c11: Shape, c12: Shape, c22: Shape | None, V: Shape, 
     return 4 * X[0] * _entries(V)
 
 
+def tied_rows_matvec(X: Shape, C: Shape, V: Shape, *_: Any, **__: Any) -> int:
+    return 4 * X[0] * _entries(V)
+
+
 def joint_matvec(X: list[Shape], C: list[Shape], V: Shape, bias: list[bool], rounded: bool = False, **_: Any) -> int:
     return 4 * X[0][0] * _entries(V)
 
@@ -98,6 +102,7 @@ FLOPS: dict[str, Callable[..., int]] = {
         splitting_matvec_grouped,
         gated_matvec,
         joint_matvec,
+        tied_rows_matvec,
         depthwise_matvec_grouped,
         depthwise_row_norms,
         edgeconv_matvec,

@@ -158,6 +158,7 @@ def _tied(
         x, C = (one.flatten(1, -2).mT.unsqueeze(-1) for one in (x, C))
     elif rows is not None:
         x = rows.view(len(ones), *ones.shape[2:], -1).permute(0, 3, 1, 2)
+        C = C.contiguous(memory_format=torch.channels_last)
     else:
         geometry = [shape(call["weight"])[2:], *(pair(call[name]) for name in ("stride", "padding", "dilation"))]
     return TiedConvOperator(

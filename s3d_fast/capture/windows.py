@@ -26,7 +26,7 @@ from s3d_fast.network.rules import rule_of
 
 # Tiles at the first maps are about this wide where windows overlap: the wider, the smaller the part that overlaps.
 TILE = 4
-# Windows pay if they hold at most this share of the positions.
+# Windows that overlap pay if they hold at most this share of the positions.
 LARGEST_SHARE = 0.7
 MAX_POOLS = frozenset({"aten.max_pool2d", "aten.max_pool2d_with_indices"})
 
@@ -274,7 +274,9 @@ def windowed(unit: Unit, values: Values, count: int, seed: int) -> tuple[Unit, W
     kernels = [reach.kernel for _, reach in levels.sources.values()]
     if levels.reaches:
         (height, width), (down, right) = levels.sizes[0], tiling.windows[0]
-        if min(wanted, tiles) * down * right > LARGEST_SHARE * height * width:
+        # Windows that lie apart are rows of patches: products with these are faster than convolutions.
+        is_apart = not any(reach.overlaps for reach in levels.reaches)
+        if min(wanted, tiles) * down * right > (1 if is_apart else LARGEST_SHARE) * height * width:
             return None
         if any(reach.padding != (0, 0) for reach in levels.reaches) and not _stops_at_borders(unit, levels):
             return None

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from s3d_fast.backends import extension
+from s3d_fast.backends.cpu import is_on_rows
 from s3d_fast.operators.joint import JointOperator
 from s3d_fast.operators.operator import SplittingOperator
 from s3d_fast.operators.pointwise import PointwiseOperator
 from s3d_fast.operators.stacked import StackedOperator
 from s3d_fast.operators.sums import SumOperator
+from s3d_fast.operators.tied import TiedConvOperator
 
 # Filters and columns from which products in bfloat16 pay for the rounding of the rows.
 LEAST_WIDTH = 64
@@ -30,4 +32,7 @@ def _rounded(operator: SplittingOperator) -> SplittingOperator:
         return StackedOperator(_rounded(operator.whole), operator.lengths)
     if isinstance(operator, SumOperator):
         return SumOperator([_rounded(term) for term in operator.terms], operator.weights)
-    return operator.stored_as(torch.bfloat16) if isinstance(operator, PointwiseOperator | JointOperator) else operator
+    has_products = isinstance(operator, PointwiseOperator | JointOperator) or (
+        isinstance(operator, TiedConvOperator) and is_on_rows(operator.X, operator.geometry)
+    )
+    return operator.stored_as(torch.bfloat16) if has_products else operator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from s3d_fast.backends.arguments import require_pool_ties
@@ -66,4 +67,8 @@ class TiedConvOperator(ConvOperator):
 
     def restrict(self, filters: Tensor) -> TiedConvOperator:
         slopes = {} if self.d1 is None else {"d1": 1, "d2": 1}
-        return restricted(self, filters, C=1, first=1, second=1, K=1, **slopes)
+        rest = restricted(self, filters, C=1, first=1, second=1, K=1, **slopes)
+        if self.C.is_contiguous(memory_format=torch.channels_last):
+            # Products with windows of rows read them in this order.
+            rest.C = rest.C.contiguous(memory_format=torch.channels_last)
+        return rest

@@ -227,6 +227,23 @@ def test_convolution_under_maxima(backend: Backend, case: ConvCase, sloped: bool
         assert_agrees(backend, "tied_matvec", label=(K, ties, "channels last"), **given)
 
 
+@pytest.mark.parametrize("sloped", [False, True], ids=["plain", "sloped"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+def test_maxima_over_small_windows_of_rows(backend: Backend, dtype: torch.dtype, sloped: bool) -> None:
+    for B, D, (height, width), M, bias, K, ties in (
+        (30, 5, (2, 2), 3, True, 0, 1),
+        (7, 36, (2, 2), 40, False, 2, 1),
+        (61, 27, (3, 3), 17, True, 0, 4),
+        (2, 600, (9, 9), 33, True, 1, 25),
+        (1, 3, (1, 1), 1, False, 0, 1),
+        (3, 8, (12, 12), 9, True, 0, 6),
+    ):
+        given = tied_of(ConvCase(B, D, height, width, M, k=(1, 1), bias=bias, K=K, dtype=dtype), sloped, ties)
+        for name in ("X", "C"):
+            given[name] = given[name].contiguous(memory_format=torch.channels_last)
+        assert_agrees(backend, "tied_matvec", label=(B, D, M), **given)
+
+
 def test_edgeconv_where_one_point_wins_everywhere(backend: Backend) -> None:
     # At last the filters disagree, and so do the clouds.
     different = (torch.arange(6) * 7 + torch.arange(2)[:, None, None]).expand(2, 37, 6) % 37

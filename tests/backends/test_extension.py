@@ -160,6 +160,13 @@ def _maps() -> tuple[Any, ...]:
     return P, C, first, second, random_tensor(5, 20, 200, dtype=torch.float32)
 
 
+def _windows() -> tuple[Any, ...]:
+    X, C, V = (random_tensor(*size, dtype=torch.float32) for size in ((4000, 36), (4000, 40), (40, 37)))
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randint(4, (1000, 40, 1), generator=generator) for _ in range(2))
+    return X, C, V, first, second, random_tensor(1000, 40, 1, dtype=torch.float32), None, None, True
+
+
 def _lists() -> tuple[Any, ...]:
     X, C, V = _rows()
     return [X, X[:300]], [C, C[:300]], [V, V[0]], [True, True]
@@ -187,6 +194,7 @@ LARGER_CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "edgeconv_matvec": _edges,
     "edgeconv_matvec:tied": _tied_edges,
     "tied_maps": _maps,
+    "tied_rows_matvec": _windows,
     "splitting_matrices": lambda: (*_rows()[:2], True),
     "curvature_coefficients": _curvature,
     "curvature_coefficients:by-width": lambda: (*_curvature(), _rows()[0].flatten()[:3600].abs(), _rows()[1][0].abs()),

@@ -110,6 +110,9 @@ SHAPES: list[tuple[str, int, Change]] = [
     *(("edgeconv_matvec", position, change) for position in range(5, 9) for change in (narrower, shorter, to(None))),
     *(("tied_maps", position, change) for position in range(7) for change in (narrower, shorter, flatter)),
     *(("tied_maps", position, to(None)) for position in (5, 6)),
+    *(("tied_rows_matvec", position, change) for position in range(8) for change in (shorter, flatter)),
+    *(("tied_rows_matvec", position, narrower) for position in (0, 1, 2)),
+    *(("tied_rows_matvec", position, to(None)) for position in (6, 7)),
     ("tied_maps", 0, lambda P: P[:, :-1]),
     *(("splitting_matrices", position, change) for position in (0, 1) for change in (shorter, flatter, deeper)),
     *(("add_splitting_matrices", position, change) for position in (0, 1, 2) for change in (shorter, flatter)),
@@ -186,6 +189,7 @@ DTYPES: list[tuple[str, int, Change]] = [
             "depthwise_row_norms": (0, 1, 2),
             "edgeconv_matvec": (0, 2, 3, 6, 7, 8),
             "tied_maps": (0, 1, 4, 5, 6),
+            "tied_rows_matvec": (0, 1, 2, 5, 6, 7),
             "splitting_matrices": (0, 1),
             "add_splitting_matrices": (0, 1, 2),
             "curvature_coefficients": (0, 1, 2, 10, 11),
@@ -218,6 +222,8 @@ DTYPES: list[tuple[str, int, Change]] = [
         for name, position in [
             ("tied_maps", 2),
             ("tied_maps", 3),
+            ("tied_rows_matvec", 3),
+            ("tied_rows_matvec", 4),
             ("krylov_extend", 4),
             ("tridiagonal_extremes", 2),
             ("certified_widths", 2),
@@ -241,6 +247,7 @@ RANGES: list[tuple[str, int, Change]] = [
     *(("tridiagonal_extremes", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
     *(("certified_widths", 2, but_for(value)) for value in (0, 4, -1, 2**62)),
     *(("tied_maps", position, but_for(value)) for position in (2, 3) for value in (20, -1, 2**62)),
+    *(("tied_rows_matvec", position, but_for(value)) for position in (3, 4) for value in (4, -1, 2**62)),
     *(("gather_patches", 1, but_for(*change)) for change in ((2, 0), (-1, 0), (2**62, 0), (2**62, -1))),
 ]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 import s3d_fast as s3d
 from s3d_fast.backends import cpu_options, extension
 from s3d_fast.backends.cpu import CPU
-from tests.backends.agreement import assert_agrees, assert_close, joint_of, layers_of, rows_of
-from tests.cases import LAYOUTS, RowsCase, laid_out
+from tests.backends.agreement import assert_agrees, assert_close, joint_of, layers_of, rows_of, tied_of
+from tests.cases import LAYOUTS, ConvCase, RowsCase, laid_out
 
 _C = pytest.importorskip("s3d_fast._C")
 
@@ -122,6 +122,22 @@ def test_joint_factors_in_bfloat16(isa: str) -> None:
             moved = {name: [laid_out(one, layout) for one in tensors] for name, tensors in short.items()}
             for arguments in ({**given, **moved}, {**given, **short, "V": laid_out(given["V"], layout)}):
                 assert_close(joint_product(**arguments), CPU.joint_matvec(**arguments), ROUNDED, (widths, layout))
+
+
+@pytest.mark.parametrize("sloped", [False, True], ids=["plain", "sloped"])
+def test_tied_factors_in_bfloat16(isa: str, sloped: bool) -> None:
+    for B, D, P, M, bias, K in ((30, 5, 2, 3, True, 0), (31, 64, 2, 40, False, 2), (9, 131, 3, 17, True, 0)):
+        given = tied_of(ConvCase(B, D, P, P, M, k=(1, 1), bias=bias, K=K, dtype=torch.bfloat16), sloped, 2)
+        given |= {name: given[name].contiguous(memory_format=torch.channels_last) for name in ("X", "C")}
+        ties = type(given["ties"])(
+            *(one if one is None or not one.is_floating_point() else one.double() for one in given["ties"])
+        )
+        wide = {**given, **{name: given[name].double() for name in ("X", "C", "V")}, "ties": ties}
+        with s3d.cpu_options(precision="medium"):
+            found = CPU.tied_matvec(**given)
+        assert found.dtype == torch.float32
+        assert_close(found, CPU.tied_matvec(**wide), ROUNDED, (B, D, M))
+        assert torch.equal(found, CPU.tied_matvec(**given)) != _C.has_bfloat16_products()
 
 
 def test_only_medium_precision_and_bfloat16_rows_round(isa: str) -> None:
