@@ -42,6 +42,7 @@ from s3d_fast.operators import (
 )
 from s3d_fast.records.record import Phase
 from s3d_fast.solvers import Cut, Spectrum, Status, extremal_eigenpairs
+from s3d_fast.splitting.forward_cost import ForwardCost, forward_cost
 from s3d_fast.splitting.new_filters import Proposals, propose_filters
 from s3d_fast.splitting.optimizers import register_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
@@ -67,6 +68,7 @@ __all__ = [
     "DenseOperator",
     "EdgeConvOperator",
     "EpochTrainer",
+    "ForwardCost",
     "Gaussian",
     "Graph",
     "Grower",
@@ -102,6 +104,7 @@ __all__ = [
     "edgeconv_matvec",
     "extremal_eigenpairs",
     "filter_norms",
+    "forward_cost",
     "grow_step",
     "growable",
     "incoming_edges",

@@ -262,6 +262,7 @@ def _recipe(options: argparse.Namespace) -> recipes.Recipe:
             "--method full or one that prunes",
         ),
         ("new_filters", options.method in ("s3d", "s2d"), "--method s3d or s2d"),
+        ("cost", recipe.growth is not None, "--growth"),
         ("momentum", recipe.optimizer == "sgd", "--optimizer sgd"),
         ("decay", recipe.schedule == "step", "--schedule step"),
         ("decay_at", recipe.schedule == "step", "--schedule step"),

@@ -19,7 +19,7 @@ from s3d_fast.base.world import ALONE, World, existing
 from s3d_fast.data.sources import Dataset, Source
 from s3d_fast.growth.loggers import Logger
 from s3d_fast.recipes.methods import METHODS
-from s3d_fast.recipes.recipe import Recipe
+from s3d_fast.recipes.recipe import BUDGETS, Recipe
 from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.records.record import Phase
 
@@ -81,8 +81,8 @@ class Job:
             raise ValueError(f"start is for methods that grow; {self.method!r} begins with a network of its own")
         if self.like is None and (self.method == "scratch" or self.scratch == "compute"):
             raise ValueError("method 'scratch' and scratch 'compute' need the run to compare with; give like")
-        if self.method == "regrow" and self.recipe.macs is None and self.recipe.params is None:
-            raise ValueError("method 'regrow' needs macs or params, what each step may grow to")
+        if self.method == "regrow" and not self.recipe.has_budget:
+            raise ValueError(f"method 'regrow' needs a budget, one of {', '.join(BUDGETS)}")
         if self.recipe.batch_size % self.world.size:
             raise ValueError(
                 f"batch_size must be a multiple of the {self.world.size} processes, got {self.recipe.batch_size}"

@@ -175,9 +175,11 @@ def _sizes(recipe: Recipe, method: str, classes: int, shape: Sequence[int]) -> l
         full = macs(recipe.full())
         wanted = [full * recipe.prune_to ** (phase / max(1, recipe.steps)) for phase in phases]
         return [(_scaled(recipe.full(), share / full), recipe.epochs_of(phase)) for phase, share in enumerate(wanted)]
-    if recipe.macs is not None:
+    if recipe.macs is not None or recipe.growth is not None:
         first = macs(recipe.widths)
-        wanted = [first, *recipe.macs[: recipe.steps]]
+        # The growth of another cost is taken for that of MACs.
+        grown = [first * (recipe.growth or 1.0) ** (phase + 1) for phase in range(recipe.steps)]
+        wanted = [first, *(recipe.macs or grown)[: recipe.steps]]
         return [(_scaled(recipe.widths, size / first), recipe.epochs_of(phase)) for phase, size in enumerate(wanted)]
     copies = recipe.m if isinstance(recipe.m, int) else 3
     share = 1 + (recipe.fraction or 0.0) * (copies - 1)
