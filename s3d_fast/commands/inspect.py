@@ -145,8 +145,9 @@ def _print_separation(run: Run, index: int, model: nn.Module | None = None, grap
             )
     if len(rows) > 1:
         print(
-            "\nSeparation of copies. Steps to part: until copies are as far apart as their filter is long, by the formula "
-            "for gradient\ndescent with momentum. Apart: at the end of the next phase, relative to the filter; medians."
+            "\nSeparation of copies. Steps to part: until copies are as far apart as their filter is long, by the "
+            "formula for gradient\ndescent with momentum. Apart: at the end of the next phase, relative to the filter; "
+            "medians."
         )
         print(text_table(rows))
     before = next((phase for phase in run.phases if phase.index == index - 1), None)

@@ -23,6 +23,9 @@ from s3d_fast.recipes.recipe import BUDGETS, Recipe
 from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.records.record import Phase
 
+# The most samples for methods that compute no eigenvalues, where the recipe gives a share.
+FIRST_ORDER_SAMPLES = 4096
+
 
 @dataclass(frozen=True)
 class Job:
@@ -102,10 +105,15 @@ class Job:
 
     def split_data(self, model: nn.Module) -> SplitData:
         """Return the data for computing the splits of a network."""
-        # Methods that compute no eigenvalues need no operators, and so no memory for them.
         method = METHODS[self.method]
         captures = method.kind == "grow" and self.method != "net2net" and method.options.get("splits", True)
-        recipe = self.recipe if captures else replace(self.recipe, memory_budget=None)
+        recipe = self.recipe
+        if not captures:
+            # Methods that compute no eigenvalues need no operators, and so no memory for them. Losses and gradients of
+            # first order need fewer samples, and some methods evaluate the network on them a hundred times.
+            share = recipe.split_share
+            most = max(recipe.split_batch * self.world.size, FIRST_ORDER_SAMPLES) / max(1, len(self.train_set))
+            recipe = replace(recipe, memory_budget=None, split_share=None if share is None else min(share, most))
         return SplitData(recipe, self.train_set, model, self.world)
 
     @property

@@ -92,8 +92,8 @@ def separation_figure(run: Run) -> Figure:
     if not plots:
         return Figure(name, title, "Left out: no copies were compared.")
     caption = (
-        "Distance: the median over split neurons of the largest distance between copies, relative to the length of their "
-        "filter (behind a BatchNorm, of directions), at the end of the phase after the split."
+        "Distance: the median over split neurons of the largest distance between copies, relative to the length of "
+        "their filter (behind a BatchNorm, of directions), at the end of the phase after the split."
     )
     if steps:
         caption += (
