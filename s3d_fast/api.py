@@ -43,9 +43,10 @@ from s3d_fast.operators import (
 from s3d_fast.records.record import Phase
 from s3d_fast.solvers import Cut, Spectrum, Status, extremal_eigenpairs
 from s3d_fast.splitting.forward_cost import ForwardCost, forward_cost
-from s3d_fast.splitting.new_filters import Proposals, propose_filters
+from s3d_fast.splitting.new_filters import propose_filters
 from s3d_fast.splitting.optimizers import register_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
+from s3d_fast.splitting.proposals import Proposals
 from s3d_fast.splitting.pruning import (
     filter_norms,
     norm_scales,

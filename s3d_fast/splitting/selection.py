@@ -17,8 +17,8 @@ from s3d_fast.solvers import Cut, Spectrum
 from s3d_fast.splitting.candidates import Candidates, check_others, check_spectra, split_candidates, with_others
 from s3d_fast.splitting.forward_cost import ForwardCost
 from s3d_fast.splitting.knapsack import Knapsack
-from s3d_fast.splitting.new_filters import Proposals
 from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
+from s3d_fast.splitting.proposals import Proposals
 
 CostFunction = Callable[[Unit], float]
 
