@@ -16,7 +16,7 @@ from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
-from s3d_fast.recipes import baselines, prune_plans
+from s3d_fast.recipes import amc, baselines, prune_plans
 from s3d_fast.recipes.amounts import Times, amount
 from s3d_fast.recipes.job import Job, evaluate, make_loss, make_network, make_optimizer
 from s3d_fast.recipes.methods import METHODS
@@ -159,7 +159,7 @@ def pruning(job: Job) -> Grower:
             return prune_plans.scale_plan(model, graph, units, target(phase), per_cost=False)
         batches = list(grower.batches(phase)) if callable(grower.batches) else grower.batches
         if job.method == "amc":
-            return prune_plans.searched_plan(model, graph, units, target(phase), loss, batches)
+            return amc.searched_plan(model, graph, units, target(phase), loss, batches, job.world)
         # MorphNet: the last step widens all layers.
         if phase + 1 == steps and steps > 1:
             return prune_plans.expansion_plan(model, graph, units, target(phase), loss, batches)
