@@ -27,7 +27,7 @@ import torch
 from s3d_fast import env, recipes, report
 from s3d_fast.growth.checkpoint import load_grown
 from s3d_fast.maths.schemes import split_gain
-from s3d_fast.recipes.forward_time import time_in_turns
+from s3d_fast.network.forward_time import time_in_turns
 from s3d_fast.recipes.job import make_network
 from s3d_fast.recipes.saved import recipe_of, saved_network
 

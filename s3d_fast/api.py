@@ -42,9 +42,11 @@ from s3d_fast.operators import (
 )
 from s3d_fast.records.record import Phase
 from s3d_fast.solvers import Cut, Spectrum, Status, extremal_eigenpairs
-from s3d_fast.splitting.new_filters import Proposals, propose_filters
+from s3d_fast.splitting.forward_cost import ForwardCost, forward_cost
+from s3d_fast.splitting.new_filters import propose_filters
 from s3d_fast.splitting.optimizers import register_optimizer
 from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
+from s3d_fast.splitting.proposals import Proposals
 from s3d_fast.splitting.pruning import (
     filter_norms,
     norm_scales,
@@ -67,6 +69,7 @@ __all__ = [
     "DenseOperator",
     "EdgeConvOperator",
     "EpochTrainer",
+    "ForwardCost",
     "Gaussian",
     "Graph",
     "Grower",
@@ -102,6 +105,7 @@ __all__ = [
     "edgeconv_matvec",
     "extremal_eigenpairs",
     "filter_norms",
+    "forward_cost",
     "grow_step",
     "growable",
     "incoming_edges",

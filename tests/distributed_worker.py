@@ -3,6 +3,7 @@
     python -m tests.distributed_worker deaths FOLDER    every case of DEATHS, in forked processes
     torchrun -m tests.distributed_worker grow FOLDER    one of several processes
     torchrun -m tests.distributed_worker elastic FOLDER    one of several processes; rank 1 dies once, in phase 1
+    python -m tests.distributed_worker proposals FOLDER    new filters and removals, by one process and by two
 
 First one process grows a network, in the folder "alone", and two processes, in "together". Then, in every case of
 DEATHS, two processes grow a network until one of them dies, and some processes resume the run. A line for each tells
@@ -24,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from s3d_fast import data
+from s3d_fast import data, propose_filters, removal_losses, trace
 from s3d_fast.base.world import World, joined
 from s3d_fast.growth import split_step as growth
 from s3d_fast.growth.training import EpochTrainer
@@ -33,6 +34,7 @@ from s3d_fast.recipes.job import Job
 from s3d_fast.recipes.running import run
 from s3d_fast.records.record import Epoch, Phase
 from s3d_fast.solvers.noise import COARSEST
+from s3d_fast.splitting.new_filters import KINDS
 from tests import grow_worker
 from tests.forked import launch, launch_nodes
 
@@ -157,11 +159,41 @@ def on_two_nodes(folder: Path) -> dict[str, Any]:
     return told
 
 
+def propose_in_one_process(folder: Path) -> None:
+    """Propose filters of every kind and estimate removals, on this process's part of four batches; save all of it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1), nn.SiLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3)),
+    ).double()
+    batches = [(torch.randn(6, 2, 5, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)) for _ in range(4)]
+    for x, _ in batches:
+        model(x)
+    model.eval()
+    graph = trace(model, batches[0][0][:2])
+    found: dict[str, torch.Tensor] = {}
+    with joined(torch.device("cpu")) as world:
+        own = batches[world.rank :: world.size]
+        for kind in KINDS:
+            proposed = propose_filters(model, nn.functional.mse_loss, own, graph, kind=kind, number=3, world=world)
+            for name, one in proposed.items():
+                found |= {f"{kind}/{name}/theta": one.theta, f"{kind}/{name}/slope": one.slope}
+                found |= {f"{kind}/{name}/{buffer}": values for buffer, values in one.statistics.items()}
+        found |= removal_losses(model, nn.functional.mse_loss, own, graph, world=world)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in found.items()}
+        save_file(tensors, folder / f"{world.rank}-of-{world.size}.safetensors")
+
+
 if __name__ == "__main__":
     command, place = sys.argv[1], Path(sys.argv[2])
     if command == "grow":
         grow_in_one_process(place)
     elif command == "elastic":
         grow_and_die_once(place)
+    elif command == "proposals":
+        propose_in_one_process(place)
+        print(launch(2, propose_in_one_process, place).report)
     else:
         die_and_resume(place)

@@ -68,6 +68,14 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes; it must have the same shape in each."""
+        if self.size == 1:
+            return tensor
+        total = tensor.detach().to(self.device).clone()
+        dist.all_reduce(total)
+        return total.to(tensor.device)
+
     def agree(self, number: int) -> bool:
         """Return whether a number is the same in all processes."""
         total, squares = self.sum(number, number * number)

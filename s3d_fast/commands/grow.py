@@ -17,6 +17,7 @@ from s3d_fast.base.tables import text_table
 from s3d_fast.base.world import World, joined
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.commands.parsing import Parser, read_options
+from s3d_fast.commands.sweep import run_sweep, swept
 from s3d_fast.integrations.loggers import TensorBoardLogger
 from s3d_fast.recipes.job import Job
 from s3d_fast.recipes.methods import METHODS
@@ -64,6 +65,14 @@ def add(command: Parser) -> None:
     command.add_argument(
         "--seeds", type=_seeds, metavar="N,N,...", help="a run for each seed, in folders that end with the seed"
     )
+    command.add_argument(
+        "--sweep",
+        type=lambda text: swept(text, _parser),
+        metavar="NAME=V,V,...",
+        help="grow up to a step once, then make it with each of these values: --sweep c=1,1.1,1.3,2 --step 5. The "
+        "folder gets a run for each, and their common beginning, trunk",
+    )
+    command.add_argument("--step", type=int, help="with --sweep: the step, from 1; the recipe's last by default")
     command.add_argument("--start", type=Path, metavar="FILE", help="start from a saved network; do not train the seed")
     command.add_argument(
         "--like",
@@ -166,9 +175,14 @@ def _run(options: argparse.Namespace) -> int:
         folders = {seeds[0]: options.out}
     options.preset = options.preset or _fitting_preset(options, folders[seeds[0]])
     recipe = made_recipe(options)
+    if options.step is not None and options.sweep is None:
+        raise ValueError("--step has no effect without --sweep; --steps is the number of steps")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with joined(Job.device_of(options.device)) as world:
+        if options.sweep is not None:
+            run_sweep(options, folders, world, _grow, made_recipe)
+            return 0
         for seed, folder in folders.items():
             _grow(options, recipe, seed, folder, world)
         if len(folders) > 1 and world.is_first:
@@ -262,6 +276,7 @@ def _recipe(options: argparse.Namespace) -> recipes.Recipe:
             "--method full or one that prunes",
         ),
         ("new_filters", options.method in ("s3d", "s2d"), "--method s3d or s2d"),
+        ("cost", recipe.growth is not None, "--growth"),
         ("momentum", recipe.optimizer == "sgd", "--optimizer sgd"),
         ("decay", recipe.schedule == "step", "--schedule step"),
         ("decay_at", recipe.schedule == "step", "--schedule step"),

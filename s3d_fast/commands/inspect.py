@@ -17,6 +17,7 @@ from s3d_fast.capture.all_batches import capture
 from s3d_fast.capture.curvature import GROWTH_FLOOR
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.commands.parsing import Parser
+from s3d_fast.growth.separation import distances
 from s3d_fast.growth.step_size import StepSize
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
@@ -24,8 +25,9 @@ from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.job import Job, first, make_loss, make_network
 from s3d_fast.recipes.saved import is_own, load_network, recipe_of, saved_network
 from s3d_fast.recipes.split_data import SplitData
-from s3d_fast.records.run import read_run
+from s3d_fast.records.run import Run, read_run, steps_trained
 from s3d_fast.records.run_folder import RunFolder, read_spectra
+from s3d_fast.report import wording
 from s3d_fast.solvers import extremal_eigenpairs
 from s3d_fast.solvers.noise import FINEST
 
@@ -76,6 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     print(f"{path}: {sum(p.numel() for p in model.parameters())} parameters\n")
     print(graph.explain())
     phase = int(path.stem.rpartition("-")[2])
+    _print_separation(read_run(path.parent), phase, model, graph)
     if options.data is not None or recipe.dataset == "digits":
         ends, where = _computed(recipe, model, graph, options)
     elif RunFolder(path.parent).file("spectra", phase).exists():
@@ -111,6 +114,7 @@ def _recorded(options: argparse.Namespace) -> int:
         )
         rows.append([name, str(kind), str(phase.widths.get(name, "")), "yes" if can is True else "no", str(why)])
     print(text_table(rows))
+    _print_separation(run, index)
     if index not in spectra:
         print("\nThe run has not computed the spectra of this network.")
         return 0
@@ -119,6 +123,45 @@ def _recorded(options: argparse.Namespace) -> int:
     print(f"\nExtreme eigenvalues of the filters, from the run; G: the gains for m = {m}, c = {c}:")
     print(text_table(_table(read_spectra(run.folder, index), m, c)))
     return 0
+
+
+def _print_separation(run: Run, index: int, model: nn.Module | None = None, graph: Graph | None = None) -> None:
+    """Print how far apart the copies of splits are at the ends of phases, by phase; of a network, by unit as well."""
+    after = {phase.index - 1: phase for phase in run.phases}
+    rows = [["split after phase", "eps", "steps to part, by formula", "steps trained", "apart then", "gain kept"]]
+    for phase in run.phases:
+        later = after.get(phase.index)
+        if phase.splits and later is not None:
+            made = steps_trained(run, later)
+            rows.append(
+                [
+                    str(phase.index),
+                    wording.NOTHING if phase.eps is None else f"{phase.eps:g}{' |theta|' * phase.relative}",
+                    wording.NOTHING if phase.steps_to_part is None else wording.compact(round(phase.steps_to_part)),
+                    wording.NOTHING if made is None else wording.compact(round(made)),
+                    wording.NOTHING if later.apart is None else wording.percent(later.apart),
+                    wording.NOTHING if phase.kept is None else wording.percent(phase.kept),
+                ]
+            )
+    if len(rows) > 1:
+        print(
+            "\nSeparation of copies. Steps to part: until copies are as far apart as their filter is long, by the "
+            "formula for gradient\ndescent with momentum. Apart: at the end of the next phase, relative to the filter; "
+            "medians."
+        )
+        print(text_table(rows))
+    before = next((phase for phase in run.phases if phase.index == index - 1), None)
+    if model is None or graph is None or before is None or not before.copies:
+        return
+    rows = [["unit", "split neurons", "least", "median", "largest"]]
+    for name, groups in before.copies.items():
+        found = distances(model, graph, {name: groups})
+        if len(found):
+            middle = [wording.percent(float(value)) for value in (found.min(), found.median(), found.max())]
+            rows.append([name, str(len(found)), *middle])
+    if len(rows) > 1:
+        print(f"\nDistances of the copies of the split after phase {index - 1}, at the end of phase {index}:")
+        print(text_table(rows))
 
 
 def _dry_run(options: argparse.Namespace) -> int:

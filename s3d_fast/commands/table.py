@@ -9,16 +9,21 @@ from pathlib import Path
 import torch
 
 from s3d_fast import recipes
+from s3d_fast.base.batches import moved
 from s3d_fast.base.tables import text_table
 from s3d_fast.commands.datasets import add_data_options, load_dataset
 from s3d_fast.commands.parsing import Parser
 from s3d_fast.data.samples import classes_and_shape
 from s3d_fast.data.sources import Dataset
+from s3d_fast.network.forward_time import time_in_turns
+from s3d_fast.recipes.amounts import TIMED_BATCH
 from s3d_fast.recipes.job import Job, first
-from s3d_fast.recipes.paper_tables import TABLES, Row, Table, expected, folder_of, recipe_of
+from s3d_fast.recipes.paper_tables import FORWARD, TABLES, Row, Table, expected, folder_of, recipe_of
 from s3d_fast.recipes.running import run as run_job
+from s3d_fast.recipes.saved import load_network, saved_network
+from s3d_fast.recipes.saved import recipe_of as saved_recipe
 from s3d_fast.records.record import PhaseRecord
-from s3d_fast.records.run import read_run, training_compute
+from s3d_fast.records.run import Run, read_run, training_compute
 from s3d_fast.report import wording
 
 # Training samples of the data sets as they are published, for a dry run without data.
@@ -66,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         if str(folder) not in done:
             _run_row(table, row, preset, folder, dataset, options)
             done[str(folder)] = read_run(folder).phases
-    print(text_table(_results(table, rows, out)))
+    print(text_table(_results(table, rows, out, device)))
     return 0
 
 
@@ -135,19 +140,24 @@ def _planned(table: Table, rows: list[Row], preset: str, options: argparse.Names
     return found
 
 
-def _results(table: Table, rows: list[Row], out: Path) -> list[list[str]]:
+def _results(table: Table, rows: list[Row], out: Path, device: torch.device) -> list[list[str]]:
     """Return the table, with the paper's figures in brackets."""
     found = [["row", *table.columns, "compute (MACs x samples)"]]
-    for row in rows:
-        found_run = read_run(out / folder_of(row))
-        phases = found_run.phases
-        place = len(phases) - 1 if row.step is None else min(row.step, len(phases) - 1)
-        phase, compute = phases[place], training_compute(found_run)[place]
+    runs = [read_run(out / folder_of(row)) for row in rows]
+    places = [
+        len(run.phases) - 1 if row.step is None else min(row.step, len(run.phases) - 1)
+        for row, run in zip(rows, runs, strict=True)
+    ]
+    times = _forward_times(runs, places, device) if FORWARD in table.columns else [math.nan] * len(rows)
+    for row, found_run, place, seconds in zip(rows, runs, places, times, strict=True):
+        phase, compute = found_run.phases[place], training_compute(found_run)[place]
         values = {
             "accuracy": 100 * phase.metrics.get("accuracy", math.nan),
             "top5": 100 * phase.metrics.get("top5", math.nan),
             "params (M)": phase.params / 1e6,
             "MACs (M)": phase.macs / 1e6,
+            "FLOPs (M)": 2 * phase.macs / 1e6,
+            FORWARD: 1e3 * seconds,
         }
         cells = []
         for column in table.columns:
@@ -155,3 +165,15 @@ def _results(table: Table, rows: list[Row], out: Path) -> list[list[str]]:
             cells.append(f"{values[column]:.4g}" + ("" if paper is None else f" ({paper:g})"))
         found.append([row.name, *cells, wording.NOTHING if compute is None else f"{compute:.2e}"])
     return found
+
+
+def _forward_times(runs: list[Run], places: list[int], device: torch.device) -> list[float]:
+    """Return the median seconds of a forward pass of the networks of some phases, which take turns."""
+    generator = torch.Generator().manual_seed(0)
+    networks = []
+    for run, place in zip(runs, places, strict=True):
+        about, path = saved_network(run.folder, place)
+        x = torch.randn(TIMED_BATCH, *about["input_shape"], generator=generator)
+        is_last = saved_recipe(about).channels_last
+        networks.append((load_network(about, path).to(device), moved(x, device, is_last)))
+    return [took.median for took in time_in_turns(networks, warmup=3)]

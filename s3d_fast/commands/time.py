@@ -16,8 +16,8 @@ from s3d_fast.base.tables import text_table
 from s3d_fast.commands.parsing import Parser
 from s3d_fast.data.samples import classes_and_shape
 from s3d_fast.network import costs
+from s3d_fast.network.forward_time import ForwardTime, time_in_turns
 from s3d_fast.network.tracing import trace
-from s3d_fast.recipes.forward_time import ForwardTime, time_in_turns
 from s3d_fast.recipes.job import Job, make_network
 from s3d_fast.recipes.saved import is_own, load_network, recipe_of, saved_network
 

@@ -34,8 +34,9 @@ from s3d_fast.records.record import EIGEN_STAGES, Phase
 from s3d_fast.records.run_folder import RunFolder
 from s3d_fast.solvers import Spectrum, Status, extremal_eigenpairs
 from s3d_fast.solvers.noise import COARSE_DELTA, COARSEST, sampling_errors, worthwhile_tolerance
-from s3d_fast.splitting.new_filters import KINDS, Proposals, propose_filters
+from s3d_fast.splitting.new_filters import KINDS, propose_filters
 from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
+from s3d_fast.splitting.proposals import Proposals
 from s3d_fast.splitting.pruning import removal_losses
 from s3d_fast.splitting.selection import cut_of, select
 from s3d_fast.splitting.surgery import apply_splits
@@ -183,11 +184,11 @@ class SplitStep:
             with timed(phase, "capture"):
                 if not self.splits:
                     phase.loss = self._loss(model, batches)
-                proposals = self.world.together(lambda: self._proposals(model, graph, batches))
+                proposals = self._proposals(model, graph, batches)
         losses = None
         if self.removals:
             with timed(phase, "capture"):
-                every = self.world.together(lambda: removal_losses(model, self.loss_fn, batches, graph))
+                every = removal_losses(model, self.loss_fn, batches, graph, world=self.world)
                 losses = {name: own for name, own in every.items() if self.units is None or name in self.units}
         with timed(phase, "select"):
             plan = select(
@@ -256,9 +257,10 @@ class SplitStep:
         return of_all_processes(operators, len(batches), self.world)
 
     def _proposals(self, model: nn.Module, graph: Graph, batches: Collection[Any]) -> dict[str, Proposals]:
-        """Return new filters to choose among; in several processes, the first one's batches decide."""
-        generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        options = {"units": self.units, "generator": generator, **(self.new_filters or {})}
+        """Return new filters to choose among, by the batches of all processes."""
+        seed = self.world.same(int(torch.randint(2**62, ())))
+        generator = torch.Generator().manual_seed(seed)
+        options = {"units": self.units, "generator": generator, **(self.new_filters or {}), "world": self.world}
         return propose_filters(model, self.loss_fn, batches, graph, **options)
 
     def _kept(self, phase: Phase, model: nn.Module, graph: Graph, plan: SplitPlan) -> float | None:

@@ -16,7 +16,8 @@ from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
 from s3d_fast.network.tracing import trace
-from s3d_fast.recipes import baselines, prune_plans
+from s3d_fast.recipes import amc, baselines, prune_plans
+from s3d_fast.recipes.amounts import Times, amount
 from s3d_fast.recipes.job import Job, evaluate, make_loss, make_network, make_optimizer
 from s3d_fast.recipes.methods import METHODS
 from s3d_fast.recipes.recipe import Recipe
@@ -110,22 +111,22 @@ def growing(job: Job) -> Grower:
         signed = {"m": recipe.m, "c": recipe.c, **({} if recipe.theorem == "true" else {"theorem": recipe.theorem})}
     if recipe.threshold:
         signed["threshold"] = recipe.threshold
+    times = Times(job, units)
 
     def selection(phase: int, graph: Graph) -> dict[str, Any]:
-        if recipe.fraction is not None:
-            return {**signed, "fraction": recipe.fraction}
-        if recipe.top_k is not None:
-            return {**signed, "top_k": recipe.top_k}
-        cost, budgets = ("macs", recipe.macs) if recipe.macs is not None else ("params", recipe.params)
-        assert budgets is not None
-        left = budgets[phase] - getattr(costs.count(graph), cost) if phase < len(budgets) else 0
-        budget = left if job.method == "regrow" else max(0, left)
-        return {**signed, "budget": budget, "cost": cost, **({"relax": True} if recipe.relax else {})}
+        if not recipe.is_timed:
+            return {**signed, **amount(recipe, phase, graph, None, job.method == "regrow")}
+        if grower is None:
+            # Options are checked before the run; nothing is timed for that.
+            return {**signed, "budget": 0.0}
+        measured = times.before_split(phase, model, graph)
+        return {**signed, **amount(recipe, phase, graph, measured, job.method == "regrow")}
 
     def by_chance(phase: int, graph: Graph) -> SplitPlan:
         return baselines.random_plan(graph, units, selection(phase, graph))
 
-    return grower_of(
+    grower: Grower | None = None
+    grower = grower_of(
         job,
         recipe,
         model,
@@ -137,6 +138,7 @@ def growing(job: Job) -> Grower:
         out=job.out,
         **METHODS[job.method].options,
     )
+    return grower
 
 
 def pruning(job: Job) -> Grower:
@@ -157,7 +159,7 @@ def pruning(job: Job) -> Grower:
             return prune_plans.scale_plan(model, graph, units, target(phase), per_cost=False)
         batches = list(grower.batches(phase)) if callable(grower.batches) else grower.batches
         if job.method == "amc":
-            return prune_plans.searched_plan(model, graph, units, target(phase), loss, batches)
+            return amc.searched_plan(model, graph, units, target(phase), loss, batches, job.world)
         # MorphNet: the last step widens all layers.
         if phase + 1 == steps and steps > 1:
             return prune_plans.expansion_plan(model, graph, units, target(phase), loss, batches)

@@ -19,9 +19,12 @@ from s3d_fast.base.world import ALONE, World, existing
 from s3d_fast.data.sources import Dataset, Source
 from s3d_fast.growth.loggers import Logger
 from s3d_fast.recipes.methods import METHODS
-from s3d_fast.recipes.recipe import Recipe
+from s3d_fast.recipes.recipe import BUDGETS, Recipe
 from s3d_fast.recipes.split_data import SplitData
 from s3d_fast.records.record import Phase
+
+# The most samples for methods that compute no eigenvalues, where the recipe gives a share.
+FIRST_ORDER_SAMPLES = 4096
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ class Job:
             raise ValueError(f"start is for methods that grow; {self.method!r} begins with a network of its own")
         if self.like is None and (self.method == "scratch" or self.scratch == "compute"):
             raise ValueError("method 'scratch' and scratch 'compute' need the run to compare with; give like")
-        if self.method == "regrow" and self.recipe.macs is None and self.recipe.params is None:
-            raise ValueError("method 'regrow' needs macs or params, what each step may grow to")
+        if self.method == "regrow" and not self.recipe.has_budget:
+            raise ValueError(f"method 'regrow' needs a budget, one of {', '.join(BUDGETS)}")
         if self.recipe.batch_size % self.world.size:
             raise ValueError(
                 f"batch_size must be a multiple of the {self.world.size} processes, got {self.recipe.batch_size}"
@@ -102,10 +105,15 @@ class Job:
 
     def split_data(self, model: nn.Module) -> SplitData:
         """Return the data for computing the splits of a network."""
-        # Methods that compute no eigenvalues need no operators, and so no memory for them.
         method = METHODS[self.method]
         captures = method.kind == "grow" and self.method != "net2net" and method.options.get("splits", True)
-        recipe = self.recipe if captures else replace(self.recipe, memory_budget=None)
+        recipe = self.recipe
+        if not captures:
+            # Methods that compute no eigenvalues need no operators, and so no memory for them. Losses and gradients of
+            # first order need fewer samples, and some methods evaluate the network on them a hundred times.
+            share = recipe.split_share
+            most = max(recipe.split_batch * self.world.size, FIRST_ORDER_SAMPLES) / max(1, len(self.train_set))
+            recipe = replace(recipe, memory_budget=None, split_share=None if share is None else min(share, most))
         return SplitData(recipe, self.train_set, model, self.world)
 
     @property

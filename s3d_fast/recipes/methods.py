@@ -42,7 +42,9 @@ METHODS: dict[str, Method] = {
     "l1": Method("removes filters with the smallest L1 norms", "prune"),
     "bn": Method("network slimming: removes channels with the smallest BatchNorm scales, under a penalty", "prune"),
     "morphnet": Method("removes channels by scale per MAC, under a penalty by MACs, then widens all layers", "prune"),
-    "amc": Method("searches for the share that every layer keeps, with the loss as reward", "prune"),
+    "amc": Method(
+        "an agent (actor and critic) learns the share that every layer keeps, with the loss as reward", "prune"
+    ),
     "full": Method("the recipe's full widths, times --width-multiplier, trained from scratch", "train"),
     "uniform": Method("networks of the same sizes, all layers widened by one factor, trained from scratch", "train"),
     "scratch": Method("the grown networks of the run --like, trained from scratch", "train"),

@@ -36,4 +36,4 @@ FULL = replace(
     label_smoothing=0.0,
     curvature="exact",
 )
-CPU = replace(FULL, data_options={"points": 128}, steps=2, epochs=3, split_samples=256)
+CPU = replace(FULL, data_options={"points": 128}, steps=2, epochs=3, split_share=0.16, memory_budget="1GiB")

@@ -30,4 +30,6 @@ FULL = replace(
     full_widths=(64, 64, 128, 128, 128, 256, 256, 512, 1024, 512, 256),
     widths=(16, 16, 32, 32, 32, 64, 64, 128, 256, 128, 64),
 )
-CPU = replace(FULL, network=small, data_options={"points": 128}, steps=2, epochs=3, split_samples=256)
+CPU = replace(
+    FULL, network=small, data_options={"points": 128}, steps=2, epochs=3, split_share=0.16, memory_budget="1GiB"
+)

@@ -21,7 +21,9 @@ Demand = Callable[[str, Any], object]
 # (widths, classes) -> network
 Network = Callable[[Sequence[int], int], nn.Module]
 # Alternative settings for how much a step grows, and for the number of samples of a split; exactly one is given.
-AMOUNTS = ("fraction", "macs", "params", "top_k")
+AMOUNTS = ("fraction", "macs", "params", "milliseconds", "growth", "top_k")
+# Those that bound the cost of the network after a step.
+BUDGETS = ("macs", "params", "milliseconds", "growth")
 SPLIT_DATA = ("split_samples", "split_share", "split_time")
 
 
@@ -54,6 +56,12 @@ def _require_share_of_epochs(name: str, value: Any) -> None:
 def _require_epochs(name: str, value: Any) -> None:
     for number in value if isinstance(value, (tuple, list)) and value else [value]:
         require.count(name, number)
+
+
+def _require_growth(name: str, value: Any) -> None:
+    require.number(name, value)
+    if value <= 1:
+        raise ValueError(f"{name} must be a factor > 1, got {value!r}")
 
 
 def _require_samples(name: str, value: Any) -> None:
@@ -146,7 +154,7 @@ class Recipe:
         "exact",
     )
     m: int | str = _setting(
-        "copies that a neuron is split into: 2, 3 or 4; knapsack chooses for every neuron, within macs or params",
+        "copies that a neuron is split into: 2, 3 or 4; knapsack chooses for every neuron, within a budget",
         _require_copies,
         2,
     )
@@ -163,10 +171,23 @@ class Recipe:
     params: tuple[int, ...] | None = _setting(
         "instead of fraction: the parameters that each step may grow to", _each(require.count)
     )
+    milliseconds: tuple[float, ...] | None = _setting(
+        "instead of fraction: the milliseconds that a forward pass of 16 samples may take after each step; wider "
+        "networks are timed here, before each step",
+        _each(require.positive),
+    )
+    growth: float | None = _setting(
+        "instead of fraction: the factor by which the cost of the network may grow in each step", _require_growth
+    )
+    cost: str = _setting(
+        "with growth: the cost that grows: macs, params, or time (of a forward pass of 16 samples, measured here)",
+        _one_of("macs", "params", "time"),
+        "macs",
+    )
     top_k: int | None = _setting("instead of fraction: how many filters each step splits", require.count)
     threshold: float = _setting("a filter is split only if its gain is below minus this", require.not_negative, 0.0)
     relax: bool = _setting(
-        "with macs or params: the linear relaxation of the selection, as in the paper", _require_truth, False
+        "with a budget: the linear relaxation of the selection, as in the paper", _require_truth, False
     )
     solver: str = _setting(
         "eigensolver: auto, lanczos, exact, or rayleigh (the paper's descent)",
@@ -231,11 +252,12 @@ class Recipe:
         given = [name for name in AMOUNTS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of {', '.join(AMOUNTS)}; got {', '.join(given) or 'none'}")
-        has_budget = self.macs is not None or self.params is not None
-        if (self.m == "knapsack" or self.relax) and not has_budget:
-            raise ValueError("m knapsack and relax need a budget, macs or params")
+        if (self.m == "knapsack" or self.relax) and not self.has_budget:
+            raise ValueError(f"m knapsack and relax need a budget: {', '.join(BUDGETS)}")
+        if self.cost != "macs" and self.growth is None:
+            raise ValueError(f"cost {self.cost} has no effect without growth, the factor of each step")
         self.learning_rates()
-        for name in ("macs", "params"):
+        for name in ("macs", "params", "milliseconds"):
             budgets = getattr(self, name)
             if budgets is not None and len(budgets) < self.steps:
                 raise ValueError(f"{name} must have an entry for each of the {self.steps} steps, got {len(budgets)}")
@@ -262,12 +284,25 @@ class Recipe:
         for alternatives in (AMOUNTS, SPLIT_DATA):
             if any(changed.get(name) is not None for name in alternatives):
                 changed = dict.fromkeys(alternatives) | changed
+        if self.growth is not None and changed.get("growth", self.growth) is None:
+            # The cost belongs to the growth that goes.
+            changed = {"cost": "macs"} | changed
         return replace(self, **changed)
 
     def as_settings(self) -> dict[str, Any]:
         """Return the settings as plain data, which `with_settings` accepts."""
         every = asdict(replace(self, data_options={}))
         return {name: every[name] for name in self.settings()}
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the cost of the network after a step is bounded."""
+        return any(getattr(self, name) is not None for name in BUDGETS)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether that cost is the time of a forward pass."""
+        return self.milliseconds is not None or (self.growth is not None and self.cost == "time")
 
     def epochs_of(self, phase: int) -> int:
         """Return the epochs of a phase."""

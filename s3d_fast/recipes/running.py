@@ -88,6 +88,7 @@ BEFORE = {
     "theorem": "true",
     "threshold": 0.0,
     "relax": False,
+    "cost": "macs",
     "solver": "auto",
     "prune_to": 0.5,
     "penalty": 1e-4,

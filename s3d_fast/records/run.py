@@ -159,3 +159,10 @@ def samples_trained(run: Run, phase: PhaseRecord) -> int | None:
         return 0 if phase.index == 0 and run.starts_trained else None
     found = [epoch.samples for epoch in phase.epochs]
     return None if None in found else sum(count for count in found if count is not None)
+
+
+def steps_trained(run: Run, phase: PhaseRecord) -> float | None:
+    """Return the steps of training in a phase; None if the record does not tell samples or batch size."""
+    size = run.settings.get("batch_size")
+    samples = samples_trained(run, phase) if phase.epochs else None
+    return samples / size if samples and isinstance(size, int) and size > 0 else None

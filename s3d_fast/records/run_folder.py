@@ -40,6 +40,7 @@ class RunFolder:
     - `epoch-001.safetensors`: while phase 1 trains, the checkpoint after its last finished epoch.
     - `network-000.safetensors`: the network after the training of phase 0.
     - `spectra-000.safetensors`: the extreme eigenvalues of that network's filters.
+    - `times.json`: the measured forward times that splits were chosen by, if time is their cost.
     - `history.jsonl`: a line for every phase.
     - `run.json`: what is grown, the settings, the layers and the environment.
     - `launch.txt`: the launch of torchrun that runs this, if it may restart processes.
@@ -56,7 +57,7 @@ class RunFolder:
         for kind in self.KINDS:
             for path in self.path.glob(f".{kind}-*.safetensors.*.tmp"):
                 path.unlink(missing_ok=True)
-        for name in ("history.jsonl", "run.json"):
+        for name in ("history.jsonl", "run.json", "times.json"):
             for path in self.path.glob(f".{name}.*.tmp"):
                 path.unlink(missing_ok=True)
         self.forget_epochs()
@@ -131,6 +132,26 @@ class RunFolder:
                 raise ValueError(f"{path.name} must hold vectors lambda_min and lambda_max for {unit!r}")
             spectra[unit] = (low, high)
         return spectra
+
+    def write_times(self, phase: int, record: Mapping[str, Any]) -> None:
+        """Add the forward times that were measured before the split of a phase."""
+        times = {str(phase): record} | {str(other): old for other, old in self.read_times().items() if other != phase}
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / "times.json", (json.dumps(times, indent=1) + "\n").encode())
+
+    def read_times(self) -> dict[int, dict[str, Any]]:
+        """Return the measured forward times by phase; none if the run has not measured any.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        path = self.path / "times.json"
+        if not path.is_file():
+            return {}
+        found = mapping(str(path), parse(str(path), _bytes(path)))
+        if not all(name.isdecimal() for name in found):
+            raise ValueError(f"{path}: every name must be the number of a phase, got {shown(list(found))}")
+        return {int(name): mapping(f"{path}: {name}", record) for name, record in found.items()}
 
     def write_history(self, phases: Sequence[PhaseRecord]) -> None:
         """Write a line of strict JSON for every phase; NaN and infinity become null."""

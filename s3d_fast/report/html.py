@@ -15,6 +15,7 @@ from s3d_fast.report import svg, wording
 from s3d_fast.report.comparison import comparison_figures, comparison_table, group_runs
 from s3d_fast.report.figures import Figure, run_figures
 from s3d_fast.report.plot import Plot, swatch
+from s3d_fast.report.split_figures import kept_figure, separation_figure
 
 _STYLE = f"""{svg.STYLE}
 * {{ box-sizing: border-box; }}
@@ -65,7 +66,7 @@ def write_report(folder: str | Path) -> Path:
     run = read_run(folder)
     if not run.phases:
         raise ValueError(f"{run.folder / 'history.jsonl'} must hold at least one phase, but is empty")
-    figures = run_figures(run)
+    figures = [*run_figures(run), kept_figure(run), separation_figure(run)]
     command = " ".join(map(str, run.about["command"]))
     body = [
         f"<h1>{_text(f'{run.title}: {run.label}')}</h1>",

@@ -13,7 +13,7 @@ from s3d_fast.base import require
 from s3d_fast.maths.schemes import split_gain
 from s3d_fast.network.graph import Graph
 from s3d_fast.solvers import Spectrum
-from s3d_fast.splitting.new_filters import Proposals
+from s3d_fast.splitting.proposals import Proposals
 
 
 @dataclass

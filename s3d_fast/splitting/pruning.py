@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from s3d_fast.base import require
 from s3d_fast.base.losses import checked_loss
+from s3d_fast.base.world import ALONE, World
 from s3d_fast.network import costs
 from s3d_fast.network.graph import READ, Graph, Unit, stored_tensors
 from s3d_fast.network.undisturbed import undisturbed
@@ -111,16 +112,31 @@ def _scales(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
 
 
 def removal_losses(
-    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batches: Collection[Any], graph: Graph
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batches: Collection[Any],
+    graph: Graph,
+    *,
+    world: World = ALONE,
 ) -> dict[str, Tensor]:
     """Return an estimate of how much the loss would rise without each neuron, (M,) float64 by unit.
 
     If consumers read zero from a neuron, their weights w that read it go to zero. To first order, the loss of a batch
     changes by -w.dL/dw. The estimate is the root mean square of that over the batches: Molchanov et al., "Importance
-    estimation for neural network pruning" (2019). The model is evaluated in eval mode.
+    estimation for neural network pruning" (2019). The model is evaluated in eval mode. With a `world`, the processes
+    estimate together, each on batches of its own; all of them must call this.
     """
     if not len(batches):
         raise ValueError("batches must hold at least one batch, got none")
+    squares = world.together(lambda: _squared_changes(model, loss_fn, batches, graph))
+    (count,) = world.sum(len(batches))
+    return {name: (world.sum_tensor(own) / count).sqrt() for name, own in squares.items()}
+
+
+def _squared_changes(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batches: Collection[Any], graph: Graph
+) -> dict[str, Tensor]:
+    """Return the squares of w.dL/dw of every neuron, summed over the batches, by unit."""
     inner = inside(model)
     graph.check(inner)
     stored = stored_tensors(inner)
@@ -151,7 +167,7 @@ def removal_losses(
                         change[unit].index_add_(0, channels, along[torch.from_numpy(places)])
             for name, own in change.items():
                 squares[name] += own.square()
-    return {name: (own / len(batches)).sqrt() for name, own in squares.items()}
+    return squares
 
 
 def select_removals(

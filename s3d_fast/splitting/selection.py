@@ -15,9 +15,10 @@ from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph, Unit
 from s3d_fast.solvers import Cut, Spectrum
 from s3d_fast.splitting.candidates import Candidates, check_others, check_spectra, split_candidates, with_others
+from s3d_fast.splitting.forward_cost import ForwardCost
 from s3d_fast.splitting.knapsack import Knapsack
-from s3d_fast.splitting.new_filters import Proposals
 from s3d_fast.splitting.plan import NeuronSplit, NewFilter, Removal, SplitPlan
+from s3d_fast.splitting.proposals import Proposals
 
 CostFunction = Callable[[Unit], float]
 
@@ -31,7 +32,7 @@ def select(
     top_k: int | None = None,
     fraction: float | None = None,
     budget: float | None = None,
-    cost: str | CostFunction = "filters",
+    cost: str | ForwardCost | CostFunction = "filters",
     threshold: float = 0.0,
     caps: int | Mapping[str, int] | None = None,
     round_to: int = 1,
@@ -61,9 +62,10 @@ def select(
         fraction: like top_k, as a share of all neurons that have spectra, in (0, 1].
         budget: the cost that the plan may add, measured by `cost`. An exact integer programme finds the largest sum of
             gains within it (in large networks, the largest that HiGHS finds in 20 s).
-        cost: "filters", "params" or "macs", or a function that returns the price of one more copy of a unit's filter.
-            Parameters and MACs are exact: they count the producer's row, the followers and all consumers' columns at
-            their real sizes, also where the plan splits neighbouring layers.
+        cost: "filters", "params" or "macs"; the seconds of a forward pass, from `forward_cost`; or a function that
+            returns the price of one more copy of a unit's filter. Parameters and MACs are exact: they count the
+            producer's row, the followers and all consumers' columns at their real sizes, also where the plan splits
+            neighbouring layers. Seconds follow their model in the same way.
         threshold: eta >= 0; a gain must be below -eta.
         caps: the most new filters per unit; one number for all units, or a mapping from unit to number.
         round_to: after the plan, the width of every unit is a multiple of this, or unchanged; the splits with the
@@ -195,8 +197,12 @@ def _best(candidates: Candidates, limit: int | None, caps: Mapping[str, float]) 
     return np.array(kept, dtype=np.int64)
 
 
-def _prices(graph: Graph, cost: str | CostFunction) -> dict[str, float]:
+def _prices(
+    graph: Graph, cost: str | ForwardCost | CostFunction, widths: Mapping[str, int] | None = None
+) -> dict[str, float]:
     """Return, for every unit, the price of one more copy of a filter; the other units keep their widths."""
+    if isinstance(cost, ForwardCost):
+        return cost.marginal(graph, widths)
     if callable(cost):
         prices = {name: float(cost(unit)) for name, unit in graph.units.items()}
         bad = [name for name, price in prices.items() if not (0 < price < float("inf"))]
@@ -206,10 +212,12 @@ def _prices(graph: Graph, cost: str | CostFunction) -> dict[str, float]:
     require.choice("cost", cost, ("filters", "params", "macs"))
     if cost == "filters":
         return dict.fromkeys(graph.units, 1.0)
-    return {name: float(getattr(price, cost)) for name, price in costs.marginal(graph).items()}
+    return {name: float(getattr(price, cost)) for name, price in costs.marginal(graph, widths).items()}
 
 
-def _cross_prices(graph: Graph, cost: str | CostFunction, names: list[str]) -> dict[tuple[int, int], float]:
+def _cross_prices(
+    graph: Graph, cost: str | ForwardCost | CostFunction, names: list[str]
+) -> dict[tuple[int, int], float]:
     """Return, for pairs of units, the cost beyond the sum of their prices if both grow by one filter.
 
     A weight that reads and writes the channels of one unit, as in a residual stream, grows with the square of its
@@ -218,20 +226,19 @@ def _cross_prices(graph: Graph, cost: str | CostFunction, names: list[str]) -> d
     if callable(cost) or cost == "filters":
         return {}
     place = {name: index for index, name in enumerate(names)}
-    prices, found = costs.marginal(graph), {}
-    pairs = sorted(costs.neighbours(graph))
+    prices, found = _prices(graph, cost), {}
+    pairs, squares = sorted(costs.neighbours(graph)), costs.squares(graph)
     for name, unit in graph.units.items():
-        others = [other for own, other in pairs if own == name and name in place and other in place]
-        if name in costs.squares(graph) and name in place:
-            more = costs.marginal(graph, {name: unit.width + 1})
-            found[place[name], place[name]] = float(getattr(more[name] - prices[name], cost)) / 2
-        if not others:
+        if name not in place:
             continue
-        more = costs.marginal(graph, {name: unit.width + 1})
-        for other in others:
-            # Each pair counts once.
-            if place[name] < place[other]:
-                found[place[name], place[other]] = float(getattr(more[other] - prices[other], cost))
+        # Each pair counts once.
+        others = [other for own, other in pairs if own == name and place.get(other, -1) > place[name]]
+        if not others and name not in squares:
+            continue
+        more = _prices(graph, cost, {name: unit.width + 1})
+        if name in squares:
+            found[place[name], place[name]] = (more[name] - prices[name]) / 2
+        found |= {(place[name], place[other]): more[other] - prices[other] for other in others}
     return found
 
 
@@ -239,7 +246,7 @@ def _within_budget(
     candidates: Candidates,
     graph: Graph,
     budget: float,
-    cost: str | CostFunction,
+    cost: str | ForwardCost | CostFunction,
     caps: Mapping[str, float],
     relax: bool,
 ) -> np.ndarray:

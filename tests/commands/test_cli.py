@@ -301,6 +301,14 @@ def test_inspect_shows_layers_and_spectra(
         assert gain <= gain_middle <= 0
         # With c = 1.3, two copies gain at least as much as with S2D.
         assert gain <= min(low, 0)
+    # How far copies are apart one phase after their split, over the run and in this network.
+    first, second = history(digits_run)[:2]
+    assert re.search(rf"^0 +0.01 .* {100 * second['apart']:.1f} % ", layers, re.MULTILINE)
+    assert ("Distances of the copies of the split after phase 0" in layers) == (shown["index"] == 1)
+    if shown["index"] == 1:
+        _, distances = layers.split("Distances of the copies")
+        for unit, groups in first["copies"].items():
+            assert re.search(rf"^{unit} +{len(groups)} +\S+ % +\S+ % +\S+ %", distances, re.MULTILINE)
 
 
 def test_inspect_shows_the_spectra_that_the_run_has_saved(

@@ -12,6 +12,8 @@ from s3d_fast.commands.main import main
 from s3d_fast.recipes.methods import METHODS
 from s3d_fast.recipes.paper_tables import TABLES, folder_of, recipe_of
 
+PARTS = {"train": 320, "test": 40}
+
 
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,6 +65,20 @@ def test_rows_run_resume_and_stand_beside_the_paper(
     assert main(arguments) == 0
     # Finished runs are only read again.
     assert capsys.readouterr().out == first
+
+
+def test_the_table_of_point_clouds_has_forward_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = np.random.default_rng(0)
+    clouds = {f"x_{part}": random.normal(size=(count, 128, 3)).astype(np.float32) for part, count in PARTS.items()}
+    np.savez(tmp_path / "clouds.npz", **clouds, **{f"y_{part}": np.arange(count) % 40 for part, count in PARTS.items()})
+    arguments = ["table", "modelnet40", "--preset", "cpu", "--data", str(tmp_path / "clouds.npz"), "--quiet"]
+    arguments += ["--rows", "PointNet,DGCNN (0.5x)", "--epochs", "1", "--out", str(tmp_path / "runs")]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, paper in (("PointNet", "32.19"), ("DGCNN (0.5x)", "38.9")):
+        (line,) = [line for line in lines if line.startswith(f"{name} ") and paper in line]
+        (ours,) = re.findall(rf"(\S+) \({re.escape(paper)}\)", line)
+        assert 0 < float(ours) < 1e5
 
 
 def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:

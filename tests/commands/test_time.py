@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import s3d_fast as s3d
 from s3d_fast.commands import time as time_command
 from s3d_fast.commands.main import main
+from s3d_fast.network.forward_time import ForwardTime
 from s3d_fast.recipes import recipe
-from s3d_fast.recipes.forward_time import ForwardTime
 from tests.commands.test_cli import QUICK
 
 FEW = ["--repeats", "2", "--warmup", "0"]

@@ -204,3 +204,16 @@ def test_a_single_process_agrees_with_itself() -> None:
     assert ALONE.agree(3)
     model = torch.nn.Linear(2, 2)
     assert ALONE.wrap(model) is model
+
+
+def test_proposals_and_removals_are_those_of_all_batches(tmp_path: Path) -> None:
+    assert work(tmp_path, "proposals").strip() == ""
+    alone, *both = (load_file(tmp_path / "runs" / f"{name}.safetensors") for name in ("0-of-1", "0-of-2", "1-of-2"))
+    assert {name.split("/")[0] for name in alone} == {"random", "firefly", "gradmax", "0", "3"}
+    assert any(name.endswith("running_var") for name in alone)
+    for one in both:
+        assert set(one) == set(alone)
+        for name, tensor in one.items():
+            # The signs of singular vectors follow from the random start, which is the same.
+            assert torch.allclose(tensor, alone[name], rtol=1e-7, atol=1e-10), name
+            assert torch.equal(tensor, both[0][name]), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,30 @@ def test_a_run_from_before_these_settings_resumes(grown: Path, tmp_path: Path) -
         del about["settings"][name]
     (folder / "run.json").write_text(json.dumps(about))
     assert len(run(job("s3d", folder), resume=True)) == 3
+
+
+@pytest.mark.parametrize("settings", [{"growth": 1.3, "cost": "time"}, {"milliseconds": (1e4, 2e4)}])
+def test_growth_by_time_takes_the_times_that_are_stored(settings: dict[str, object], tmp_path: Path) -> None:
+    whole = run(job("s3d", tmp_path / "whole", **settings))
+    assert whole[-1].macs > whole[0].macs
+    stored = RunFolder(tmp_path / "whole").read_times()
+    assert set(stored) == {0, 1}
+    assert all(stored[phase]["batch"] == 16 for phase in stored)
+    assert stored[1]["widths"][0] == whole[1].widths
+    # A clock never shows the same twice: with the same measurements the runs are the same.
+    (tmp_path / "part").mkdir()
+    shutil.copy(tmp_path / "whole" / "times.json", tmp_path / "part")
+    with pytest.raises(Interrupted):
+        run(replace(job("s3d", tmp_path / "part", **settings), after_phase=interrupt))
+    assert RunFolder(tmp_path / "part").read_times() == stored
+    again = run(job("s3d", tmp_path / "part", **settings), resume=True)
+    assert [phase.widths for phase in again] == [phase.widths for phase in whole]
+    first, other = network(tmp_path / "whole", 2), network(tmp_path / "part", 2)
+    assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("cost", ["macs", "params"])
+def test_growth_by_a_factor(cost: str) -> None:
+    history = run(job("s3d", None, growth=1.3, cost=cost))
+    for before, after in pairwise(history):
+        assert getattr(before, cost) < getattr(after, cost) <= 1.3 * getattr(before, cost)

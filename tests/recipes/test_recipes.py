@@ -47,7 +47,8 @@ OUR_OWN = ("digits", "modelnet40-pointnet", "modelnet40-pointnet2")
 def test_there_is_a_recipe_for_every_experiment() -> None:
     assert set(RECIPES) == set(SHAPES)
     for name, presets in RECIPES.items():
-        assert tuple(presets) == ("full" if name in OUR_OWN else "paper", "cpu")
+        more = ("energy", "energy-cpu") if name == "cifar100-mobilenet" else ()
+        assert tuple(presets) == ("full" if name in OUR_OWN else "paper", "cpu", *more)
         assert recipe(name) is recipe(name, preset_for(name, has_gpu=True))
         assert recipe(name, preset_for(name, has_gpu=False)) is presets["cpu"]
         for preset, entry in presets.items():
@@ -60,6 +61,15 @@ def test_there_is_a_recipe_for_every_experiment() -> None:
 def test_an_unknown_recipe_or_preset_is_an_error(name: str, preset: str, argument: str) -> None:
     with pytest.raises(ValueError, match=argument):
         recipe(name, preset)
+
+
+def test_the_energy_aware_setting_reaches_the_flops_of_the_table() -> None:
+    paper, energy = recipe("cifar100-mobilenet", "paper"), recipe("cifar100-mobilenet", "energy")
+    changed = {name for name, value in energy.as_settings().items() if value != paper.as_settings()[name]}
+    assert changed == {"fraction", "growth"}
+    seed = s3d.count(s3d.trace(make_network(energy, 100), torch.zeros(2, 3, 32, 32), prove=False)).macs
+    assert energy.growth is not None
+    assert 2 * seed * energy.growth**energy.steps == pytest.approx(73.69e6, rel=0.01)
 
 
 # From the appendix, section CIFAR-100; the table of results has five steps.

@@ -651,3 +651,25 @@ def test_runs_that_start_from_a_saved_network_are_a_separate_group(tmp_path: Pat
 def test_an_unfinished_run_from_scratch_is_reported_as_under_way(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", about("uniform", steps=2), [phase(0, split=False)])
     assert "The run is under way: 1 of 3 phases are finished." in Page(write_report(folder)).text
+
+
+def test_the_report_draws_what_fresh_data_keep_and_how_far_copies_part(tmp_path: Path) -> None:
+    first = phase(0, kept=0.21, batches=8, steps_to_part=900.0, eps=0.3, relative=True)
+    second = phase(1, kept=-0.04, steps_to_part=12.5, apart=0.15)
+    folder = write_run(tmp_path / "run", about(batch_size=16), [first, second, phase(2, split=False, apart=0.65)])
+    page = Page(write_report(folder))
+    more = {"kept", "separation-distance", "separation-steps"}
+    assert {path.stem for path in (folder / "figures").iterdir()} == {*FILES, *more}
+    shown = [str(attributes["aria-label"]) for _, attributes in page.tags if attributes.get("class") == "spot"]
+    assert "split after phase 0, kept 21.0 %, batches of the split: 8" in shown
+    assert "split after phase 1, kept -4.0 %" in shown
+    assert "end of phase 2, copies are 65.0 % apart" in shown
+    assert "split after phase 0, 900 steps to part, by the formula" in shown
+    # Three epochs of 64 samples in batches of 16.
+    assert "split after phase 0, 12 steps of training" in shown
+    assert "-4.0 % to 21.0 %" in page.text
+    for svg in page.plots():
+        drawn(svg)
+    without = Page(write_report(write_run(tmp_path / "bare", about(), three_phases())))
+    assert "Left out: no split was measured on fresh data." in without.text
+    assert "Left out: no copies were compared." in without.text

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from s3d_fast import Graph, SplitPlan, apply_splits, propose_filters, trace
-from s3d_fast.splitting.new_filters import Proposals, _Grown, _Trial
+from s3d_fast.base.world import ALONE
+from s3d_fast.splitting.proposals import Proposals
+from s3d_fast.splitting.trial import Grown, Trial
 from tests.model_cases import BY_NAME, MODELS, ModelCase, squared_error, traced
 
 every_model = pytest.mark.parametrize("case", MODELS, ids=str)
@@ -69,15 +71,15 @@ def test_ascents_are_gradients_of_half_the_squared_slopes(case: ModelCase) -> No
     model, graph = traced(case)
     batches = [case.batch(model)]
     found = propose_filters(model, squared_error, batches, graph, number=2)
-    trial = _Trial(model, squared_error, batches, graph)
+    trial = Trial(model, squared_error, batches, graph, ALONE)
 
     def halves(proposals: dict[str, Proposals]) -> dict[str, Tensor]:
         # With the same statistics: the ascents hold them fixed.
-        grown = _Grown(trial, proposals)
+        grown = Grown(trial, proposals)
         gradients = grown.gradients()
         return {name: grown.slopes(name, gradients).square() / 2 for name in proposals}
 
-    ascents = trial.ascended(found, "firefly")
+    ascents = trial.ascended(found)
     generator = torch.Generator().manual_seed(2)
     steps = {
         name: torch.randn(own.theta.shape, generator=generator, dtype=torch.float64) for name, own in found.items()
@@ -101,20 +103,54 @@ def test_better_proposals_are_steeper(case: ModelCase, kind: str) -> None:
     assert sum(others.values()) > 1.05 * sum(sums.values())
 
 
-def test_gradmax_finds_singular_vectors_of_a_linear_unit() -> None:
+@pytest.mark.parametrize("act", [nn.Tanh(), nn.ReLU(), nn.Sigmoid()], ids=["tanh", "relu", "sigmoid"])
+def test_gradmax_finds_the_singular_vectors_of_gradients_times_inputs(act: nn.Module) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3)).double()
-    # So small that the unit is linear.
-    x, y = 1e-4 * torch.randn(50, 5, dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(9, 4, bias=False), act, nn.Linear(4, 3)).double()
+    # So small that smooth units are linear.
+    x, y = 1e-4 * torch.randn(50, 9, dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64)
     graph = trace(model, x[:2])
-    [own] = propose_filters(model, squared_error, [(x, y)], graph, kind="gradmax", number=2, refinements=60).values()
+    # Three products find what a power iteration needs dozens for: the matrix has three singular values.
+    found = propose_filters(model, squared_error, [(x, y)], graph, kind="gradmax", number=2, refinements=3)
     output = model(x)
     (g,) = torch.autograd.grad(squared_error(output, y), output)
     U, singular, _ = torch.linalg.svd(x.mT @ g)
-    lengths = own.theta.norm(dim=1)
-    # The same plane, and the largest slopes that two orthogonal filters of these lengths can have.
-    assert torch.allclose((own.theta @ U[:, :2]).norm(dim=1), lengths, rtol=1e-4)
-    assert torch.allclose(own.slope.sort().values, (lengths * singular[:2]).sort().values, rtol=1e-3)
+    (own,) = found.values()
+    lengths = own.theta.norm(dim=1, keepdim=True)
+    assert torch.allclose(((own.theta / lengths) @ U[:, :2]).abs().sort(1).values[:, 1], torch.ones(2).double())
+    if isinstance(act, nn.Tanh):
+        assert torch.allclose(own.slope.sort().values, (lengths[:, 0] * singular[:2]).sort().values, rtol=1e-6)
+
+
+def test_gradmax_behind_a_batchnorm_is_that_of_centred_activations() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(50, 6, dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64)
+    with torch.no_grad():
+        model[1].weight.uniform_(-2, 2)
+        model[1].bias.normal_()
+        model[1].running_mean.normal_()
+        model[1].running_var.uniform_(0.5, 2)
+    model.eval()
+    graph = trace(model, x[:2])
+    trial = Trial(model, squared_error, [(x, y)], graph, ALONE)
+    drawn = propose_filters(model, squared_error, [(x, y)], graph, number=3)
+    (own,) = trial.singular(drawn, 7).values()
+    output = model(x)
+    (g,) = torch.autograd.grad(squared_error(output, y), output)
+    U, _, _ = torch.linalg.svd(torch.cat([x, torch.ones(50, 1).double()], 1).mT @ g)
+    theta = nn.functional.normalize(own.theta, dim=1)
+    assert torch.allclose((theta @ U[:, :3]).abs(), torch.eye(3).double(), atol=1e-8)
+
+
+def test_more_filters_than_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.SiLU(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64)
+    graph = trace(model, x[:2])
+    (own,) = propose_filters(model, squared_error, [(x, y)], graph, kind="gradmax", number=7).values()
+    assert len(own) == 7
+    assert bool(torch.isfinite(own.theta).all() and (own.slope > 0).all())
 
 
 def test_batchnorm_statistics_are_those_of_the_data() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from s3d_fast.recipes import forward_time
-from s3d_fast.recipes.forward_time import ForwardTime, time_in_turns
+from s3d_fast.network import forward_time
+from s3d_fast.network.forward_time import ForwardTime, time_in_turns
 
 
 class Clock:

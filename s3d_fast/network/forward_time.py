@@ -6,9 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from s3d_fast.network.wrapping import arguments_of
 
 
 @dataclass(frozen=True)
@@ -42,31 +46,35 @@ class ForwardTime:
         return median(self.ratios)
 
 
-def time_in_turns(
-    networks: Sequence[tuple[nn.Module, Tensor]], repeats: int = 15, warmup: int = 2
-) -> list[ForwardTime]:
+def time_in_turns(networks: Sequence[tuple[nn.Module, Any]], repeats: int = 15, warmup: int = 2) -> list[ForwardTime]:
     """Time forward passes in eval mode; the networks take turns, so that all see the same noise of the machine.
 
     Args:
-        networks: networks and their inputs, on the same device.
+        networks: networks and their inputs, each as `trace` takes it, on the same device.
         repeats: rounds that count.
         warmup: rounds before these.
     """
     seconds: list[list[float]] = [[] for _ in networks]
     for model, _ in networks:
         model.eval()
+    calls = [(model, *arguments_of(model, given), _device(given)) for model, given in networks]
     with torch.inference_mode():
         for _ in range(warmup + repeats):
-            for (model, x), taken in zip(networks, seconds, strict=True):
-                _wait_for(x.device)
+            for (model, arguments, keywords, device), taken in zip(calls, seconds, strict=True):
+                _wait_for(device)
                 began = time.perf_counter()
-                model(x)
-                _wait_for(x.device)
+                model(*arguments, **keywords)
+                _wait_for(device)
                 taken.append(time.perf_counter() - began)
     counted = [tuple(taken[warmup:]) for taken in seconds]
     return [
         ForwardTime(taken, tuple(one / base for one, base in zip(taken, counted[0], strict=True))) for taken in counted
     ]
+
+
+def _device(given: Any) -> torch.device:
+    """Return where an input is; without tensors, the CPU."""
+    return next((leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def _wait_for(device: torch.device) -> None:
