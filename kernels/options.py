@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from s3d_fast.base import require
+from s3d_fast.maths.activations import Activation
 
 PRECISIONS = ("highest", "high", "medium")
+# The kinks of an activation that the kernel of its curvature has room for.
+MOST_KINKS = 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,12 @@ _CURRENT = ContextVar("s3d_fast_triton_options", default=_DEFAULTS)
 def current() -> TritonOptions:
     """Return the options in force."""
     return _CURRENT.get()
+
+
+def why_not_activation(activation: Activation) -> str:
+    """Return why the kernel of `curvature_coefficients` cannot take this activation; empty if it can."""
+    known = activation.formula is not None and len(activation.kinks) <= MOST_KINKS
+    return "" if known else f"it has no formula for {activation.name!r}"
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from s3d_fast.kernels import (
     surgery,
     tridiagonal,
 )
+from s3d_fast.kernels.options import why_not_activation
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming, incoming_edges
 from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, KrylovState, PoolTies, Widening
@@ -41,8 +42,7 @@ class TritonBackend(Backend):
         return ""
 
     def why_not_activation(self, activation: Activation) -> str:
-        known = activation.formula is not None and len(activation.kinks) <= curvature.MOST_KINKS
-        return "" if known else f"it has no formula for {activation.name!r}"
+        return why_not_activation(activation)
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         family = pointwise if pointwise.supports(X, C) else pointwise_wide
