@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,11 @@ class CudaBackend(DispatchedBackend):
 
     def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
         _kernels().krylov_extend(state, product, step)
+
+    def krylov_extend_grouped(
+        self, *, states: Sequence[KrylovState], products: Sequence[Tensor], step: int, taken: Tensor
+    ) -> None:
+        _kernels().krylov_extend_grouped(states=states, products=products, step=step, taken=taken)
 
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return _kernels().tridiagonal_extremes(alpha=alpha, beta=beta, length=length)

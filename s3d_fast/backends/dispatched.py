@@ -163,6 +163,13 @@ class DispatchedBackend(Backend):
         _call("krylov_extend", state.basis, product, state.alpha, state.beta, state.length, state.scale, step)
         state.q.copy_(state.basis[:, step + 1])
 
+    def krylov_extend_grouped(
+        self, *, states: Sequence[KrylovState], products: Sequence[Tensor], step: int, taken: Tensor
+    ) -> None:
+        for state, product in zip(states, products, strict=True):
+            self.krylov_extend(state, product, step)
+        taken.add_(1)
+
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
         return _call("joint_matvec", list(X), list(C), V, list(bias))
 
