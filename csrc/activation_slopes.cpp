@@ -32,12 +32,6 @@ Tensor activation_slopes(const Tensor& z, const OptionalTensor& scale, int64_t a
     return out;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def(
-        "activation_slopes(Tensor z, Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, "
-        "float[] kink_jump) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("activation_slopes", TORCH_BOX(&activation_slopes)); }
 
 }  // namespace

@@ -137,14 +137,6 @@ void overwrite(const Tensor& g, const Tensor& z, const Settings& settings) {
     compute_into(g, g, z, settings);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    const std::string settings =
-        "Tensor? scale, int axis, int curvature, float a, float b, float[] kink_at, float[] kink_jump, float "
-        "sharpness, Tensor? row_norm=None, Tensor? bandwidth=None";
-    m.def(("curvature_coefficients(Tensor g, Tensor z, " + settings + ") -> Tensor").c_str());
-    m.def(("curvature_coefficients_(Tensor(a!) g, Tensor z, " + settings + ") -> ()").c_str());
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
     m.impl("curvature_coefficients", TORCH_BOX(&WithSettings<coefficients>::call));
     m.impl("curvature_coefficients_", TORCH_BOX(&WithSettings<overwrite>::call));

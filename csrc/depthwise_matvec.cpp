@@ -322,12 +322,6 @@ Tensors depthwise_matvec_grouped(const Tensors& X, const Tensors& C, const Tenso
     return results;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def(
-        "depthwise_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] d, Tensor[] weight, int[] stages, int[] geometry, "
-        "Tensor[] V, bool[] bias) -> Tensor[]");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
     m.impl("depthwise_matvec_grouped", TORCH_BOX(&depthwise_matvec_grouped));
 }

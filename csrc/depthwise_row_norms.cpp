@@ -140,10 +140,6 @@ Tensor depthwise_row_norms(const Tensor& X, const Tensor& d, const Tensor& weigh
     return out;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("depthwise_row_norms(Tensor X, Tensor d, Tensor weight, int[] geometry, bool bias) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("depthwise_row_norms", TORCH_BOX(&depthwise_row_norms)); }
 
 }  // namespace

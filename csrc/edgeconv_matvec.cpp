@@ -200,9 +200,12 @@ void check(const Tensor& X, const Tensor& winner, const Tensor& C, const Tensor&
     check_vectors(V, C.size(2), 2 * X.size(2) + bias);
 }
 
+// Edges sorted by the point they come in at. Kernels of GPUs need them; here a scatter takes no order.
+using Sorted = std::optional<std::vector<Tensor>>;
+
 Tensor edgeconv_matvec(const Tensor& X, const Tensor& winner, const Tensor& C, const Tensor& V, bool bias,
                        const OptionalTensor& runner, const OptionalTensor& K, const OptionalTensor& d1,
-                       const OptionalTensor& d2) {
+                       const OptionalTensor& d2, const Sorted&, const Sorted&) {
     check(X, winner, C, V, bias, runner, K, d1, d2);
     Tensor result = new_like(V);
     if (result.numel() == 0 || C.numel() == 0) return torch::stable::zero_(result);
@@ -223,12 +226,6 @@ Tensor edgeconv_matvec(const Tensor& X, const Tensor& winner, const Tensor& C, c
         }
     });
     return result;
-}
-
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def(
-        "edgeconv_matvec(Tensor X, Tensor winner, Tensor C, Tensor V, bool bias, Tensor? runner=None, Tensor? K=None, "
-        "Tensor? d1=None, Tensor? d2=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("edgeconv_matvec", TORCH_BOX(&edgeconv_matvec)); }

@@ -125,10 +125,6 @@ Tensor gated_matvec(const Tensor& X, const Tensor& c11, const Tensor& c12, const
     return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("gated_matvec(Tensor X, Tensor c11, Tensor c12, Tensor? c22, Tensor V, bool bias) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("gated_matvec", TORCH_BOX(&gated_matvec)); }
 
 }  // namespace

@@ -85,10 +85,6 @@ Tensor gather_patches(const Tensor& maps, const Tensor& places, Integers kernel,
     return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("gather_patches(Tensor maps, Tensor places, int[] kernel, int[] dilation) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("gather_patches", TORCH_BOX(&gather_patches)); }
 
 }  // namespace

@@ -217,12 +217,6 @@ Tensors grow_weights(const Tensors& weight, const Tensors& rows, const OptionalT
     return grow(arguments);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def(
-        "grow_weights(Tensor[] weight, Tensor[] rows, Tensor?[] row_scale, Tensor?[] shift, Tensor?[] shift_rows, "
-        "Tensor?[] columns, Tensor?[] column_scale, float[] shift_scale) -> Tensor[]");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("grow_weights", TORCH_BOX(&grow_weights)); }
 
 }  // namespace

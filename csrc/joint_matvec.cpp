@@ -250,10 +250,6 @@ Tensor joint_matvec(const Tensors& X, const Tensors& C, const Tensor& V, const s
     return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("joint_matvec(Tensor[] X, Tensor[] C, Tensor V, bool[] bias, bool rounded=False) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("joint_matvec", TORCH_BOX(&joint_matvec)); }
 
 }  // namespace

@@ -117,12 +117,6 @@ void krylov_extend(const Tensor& basis, const Tensor& product, const Tensor& alp
     with_dtype(basis.scalar_type(), [&]<typename T>() { extend<T>(basis, dense, alpha, beta, length, scale, step); });
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def(
-        "krylov_extend(Tensor(a!) basis, Tensor product, Tensor(b!) alpha, Tensor(c!) beta, Tensor(d!) length, "
-        "Tensor(e!) scale, int step) -> ()");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("krylov_extend", TORCH_BOX(&krylov_extend)); }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Creates the Python module s3d_fast._C. The operators, torch.ops.s3d_fast.*, register themselves in their own files.
+// Creates the Python module s3d_fast._C. The operators, torch.ops.s3d_fast.*, register themselves in their own files;
+// s3d_fast/backends/schemas.py has their schemas.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

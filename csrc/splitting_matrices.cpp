@@ -265,11 +265,6 @@ void add_splitting_matrices(const Tensor& out, const Tensor& X, const Tensor& C,
     compute(out, X, C, bias, weight, true);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("splitting_matrices(Tensor X, Tensor C, bool bias) -> Tensor");
-    m.def("add_splitting_matrices(Tensor(a!) out, Tensor X, Tensor C, bool bias, float weight) -> ()");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
     m.impl("splitting_matrices", TORCH_BOX(&splitting_matrices));
     m.impl("add_splitting_matrices", TORCH_BOX(&add_splitting_matrices));

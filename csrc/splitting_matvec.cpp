@@ -138,11 +138,6 @@ Tensor splitting_matvec(const Tensor& X, const Tensor& C, const Tensor& V, bool 
     return splitting_matvec_grouped({X}, {C}, {V}, {bias}, rounded)[0];
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("splitting_matvec(Tensor X, Tensor C, Tensor V, bool bias, bool rounded=False) -> Tensor");
-    m.def("splitting_matvec_grouped(Tensor[] X, Tensor[] C, Tensor[] V, bool[] bias, bool rounded=False) -> Tensor[]");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
     m.impl("splitting_matvec", TORCH_BOX(&splitting_matvec));
     m.impl("splitting_matvec_grouped", TORCH_BOX(&splitting_matvec_grouped));

@@ -108,8 +108,6 @@ std::tuple<Tensor, Tensor> symmetric_extremes(const Tensor& S) {
     return {values, vectors};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) { m.def("symmetric_extremes(Tensor S) -> (Tensor, Tensor)"); }
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("symmetric_extremes", TORCH_BOX(&symmetric_extremes)); }
 
 }  // namespace

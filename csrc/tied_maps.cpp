@@ -161,12 +161,6 @@ Tensor tied_maps(const Tensor& P, const Tensor& C, const Tensor& first, const Te
     return out;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def(
-        "tied_maps(Tensor P, Tensor C, Tensor first, Tensor second, Tensor K, Tensor? d1=None, Tensor? d2=None) -> "
-        "Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("tied_maps", TORCH_BOX(&tied_maps)); }
 
 }  // namespace

@@ -291,12 +291,6 @@ Tensor tied_rows_matvec(const Tensor& X, const Tensor& C, const Tensor& V, const
     return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def(
-        "tied_rows_matvec(Tensor X, Tensor C, Tensor V, Tensor first, Tensor second, Tensor K, Tensor? d1, Tensor? d2, "
-        "bool bias, bool rounded=False) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("tied_rows_matvec", TORCH_BOX(&tied_rows_matvec)); }
 
 }  // namespace

@@ -60,8 +60,6 @@ std::tuple<Tensor, Tensor> top_two(const Tensor& values) {
     return {first, second};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) { m.def("top_two(Tensor values) -> (Tensor, Tensor)"); }
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) { m.impl("top_two", TORCH_BOX(&top_two)); }
 
 }  // namespace

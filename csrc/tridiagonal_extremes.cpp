@@ -104,11 +104,6 @@ Tensor certified_widths(const Tensor& alpha, const Tensor& beta, const Tensor& l
     return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(s3d_fast, m) {
-    m.def("tridiagonal_extremes(Tensor alpha, Tensor beta, Tensor length) -> (Tensor, Tensor)");
-    m.def("certified_widths(Tensor alpha, Tensor beta, Tensor length, Tensor values, Tensor growth) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(s3d_fast, CPU, m) {
     m.impl("tridiagonal_extremes", TORCH_BOX(&tridiagonal_extremes));
     m.impl("certified_widths", TORCH_BOX(&certified_widths));

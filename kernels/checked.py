@@ -196,12 +196,18 @@ class CheckedLaunches:
         M, capacity = 64, 45
         length = torch.empty(M, dtype=torch.int64, device="meta")
         coefficients = self.numbers(M, capacity)
-        for width in (64, 1024, krylov.WIDEST // (2 if self.kind == "fp64" else 1)):
-            basis, q = self.numbers(M, capacity, width), self.numbers(M, width)
-            state = KrylovState(
-                basis=basis, q=q, alpha=coefficients, beta=coefficients, length=length, scale=self.numbers(M)
-            )
-            yield krylov.plan(state, q, 7)
+        widest = krylov.WIDEST // (2 if self.kind == "fp64" else 1)
+        usual = [16 << i for i in range(7)]
+        for widths in ([64], [1024], [widest], usual, [width - ODD for width in usual]):
+            states = [
+                KrylovState(
+                    basis=self.numbers(M, capacity, width), q=self.numbers(M, width), alpha=coefficients,
+                    beta=coefficients, length=length, scale=self.numbers(M),
+                )
+                for width in widths
+            ]  # fmt: skip
+            table = krylov.make_table(states)
+            yield krylov.plan(states, table, torch.empty((), dtype=torch.int64, device="meta"), table.present)
         doubles = torch.empty(M, 2, dtype=torch.float64, device="meta")
         vectors = doubles.new_empty(M, 2, capacity)
         yield from tridiagonal.extremes_plan(coefficients, coefficients, length, vectors).launches

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from s3d_fast.kernels import launch
 from s3d_fast.kernels.launch import Launch, Plan
+from s3d_fast.kernels.options import MOST_KINKS
 from s3d_fast.maths.activations import Activation
 
 BLOCK, WARPS = 1024, 4
@@ -130,9 +131,6 @@ def curvature_kernel(
         s = tl.load(scale + channel, mask=inside, other=0.0).to(NUMBER)
         result *= s * s
     tl.store(out + i, result.to(out.dtype.element_ty), mask=inside)
-
-
-MOST_KINKS = 2
 
 
 def plan(

@@ -8,8 +8,6 @@ these launches if they agree in dtype, vectors per filter, bias and alignment. L
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,6 +35,7 @@ from s3d_fast.kernels.products import (
     product_form,
     split_tile,
 )
+from s3d_fast.kernels.tables import Tables, layer_of, on_device, padded_layers
 
 # With row strides of at least this, offsets inside a tile can overflow 32 bits.
 FARTHEST = 2**23
@@ -52,14 +51,6 @@ FIELDS = (
     PLANES, FIRST_SPLIT,
 ) = (tl.constexpr(i) for i in range(len(FIELDS)))  # fmt: skip
 ROW = tl.constexpr(len(FIELDS))
-
-
-@triton.jit
-def layer_of(table, index, layers, COLUMN: tl.constexpr, LAYERS: tl.constexpr):
-    """The table row of the layer that work item `index` belongs to; COLUMN holds the first item of each layer."""
-    i = tl.arange(0, LAYERS)
-    first = tl.load(table + i * ROW + COLUMN, mask=i < layers, other=index + 1)
-    return table + (tl.sum((first <= index).to(tl.int32), 0) - 1) * ROW
 
 
 @triton.jit
@@ -82,7 +73,7 @@ def split_layers_kernel(
     BD: tl.constexpr,
 ):
     """planes = the parts of the vectors of each layer."""
-    row = layer_of(table, tl.program_id(0), layers, FIRST_SPLIT, LAYERS)
+    row = layer_of(table, tl.program_id(0), layers, FIRST_SPLIT, ROW, LAYERS)
     V = tl.load(row + V_).to(tl.pointer_type(NUMBER))
     D, F = tl.load(row + D_).to(tl.int32), tl.load(row + F_).to(tl.int32)
     pitch = pitch_of(D, F, ACROSS)
@@ -114,7 +105,7 @@ def grouped_kernel(
     """partial = ((X V^T) * C)^T X for each tile of all layers: a block of filters and a slice of the rows."""
     number = partial.dtype.element_ty
     tile = tl.program_id(0)
-    row = layer_of(table, tile, layers, FIRST_TILE, LAYERS)
+    row = layer_of(table, tile, layers, FIRST_TILE, ROW, LAYERS)
     X = tl.load(row + X_).to(tl.pointer_type(ROWS))
     C = tl.load(row + C_).to(tl.pointer_type(ROWS))
     V = tl.load(row + V_).to(tl.pointer_type(number))
@@ -158,7 +149,7 @@ def grouped_kernel(
 @triton.jit(do_not_specialize=["layers"])
 def sum_layers_kernel(table, partial, out, layers, BIAS: tl.constexpr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
     """out = sum over the slices, in their order, of partial[slice], for each layer."""
-    row = layer_of(table, tl.program_id(0), layers, FIRST_SUM, LAYERS)
+    row = layer_of(table, tl.program_id(0), layers, FIRST_SUM, ROW, LAYERS)
     size = tl.load(row + F_) * (tl.load(row + D_) + BIAS)
     i = (tl.program_id(0) - tl.load(row + FIRST_SUM)) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -194,16 +185,10 @@ class Table:
     present: int
 
 
-# Addresses, shapes and strides determine a table, so every step of a solver can reuse it, on any stream.
-_TABLES: OrderedDict[Hashable, Table] = OrderedDict()
-# Tables that a CUDA graph reads: nobody tells us when the graph is gone, so they stay.
-_CAPTURED: dict[Hashable, Table] = {}
-_TABLES_LOCK = threading.Lock()
-MOST_TABLES = 64
+_TABLES: Tables[Table] = Tables()
 # The widths that each kernel is compiled for. None is removed when a layer is done: an unused width costs less than
 # compiling again.
 _PRESENT: dict[Hashable, int] = {}
-LEAST_LAYERS = 32
 
 
 def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
@@ -293,8 +278,7 @@ def plan(
     planes = first.X.new_empty(table.planes_size, dtype=plane_storage(form, stored)[1])
     partial = first.X.new_empty(table.partial_size, dtype=number)
     out = first.X.new_empty(table.out_size, dtype=number)
-    LAYERS = max(LEAST_LAYERS, triton.next_power_of_2(len(layers)))
-    common = dict(table=table.entries, layers=len(layers), BIAS=first.bias, LAYERS=LAYERS)
+    common = dict(table=table.entries, layers=len(layers), BIAS=first.bias, LAYERS=padded_layers(len(layers)))
     split = Launch(
         "grouped, split", split_layers_kernel, (table.splits,),
         dict(
@@ -329,26 +313,7 @@ def _table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedC
     identities = (_identity(layer, V) for layer, V in zip(layers, vectors, strict=True))
     where = _device_of(layers[0])
     key = (config, where, layers[0].X.dtype, current().arithmetic, *identities)
-    is_captured = where.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    with _TABLES_LOCK:
-        if key in _CAPTURED:
-            return _CAPTURED[key]
-        if key in _TABLES:
-            _TABLES.move_to_end(key)
-            if is_captured:
-                _CAPTURED[key] = _TABLES.pop(key)
-                return _CAPTURED[key]
-        elif is_captured:
-            raise RuntimeError("call the grouped product once with these tensors before a CUDA graph captures it")
-        else:
-            _TABLES[key] = make_table(layers, vectors, config, device)
-        if len(_TABLES) > MOST_TABLES:
-            _TABLES.popitem(last=False)
-        table = _TABLES[key]
-    if where.type == "cuda":
-        # Once the table is evicted, its memory is not used again before this stream has read it.
-        table.entries.record_stream(torch.cuda.current_stream(where))
-    return table
+    return _TABLES.find(key, where, lambda: make_table(layers, vectors, config, device))
 
 
 def _device_of(layer: Member) -> torch.device:
@@ -409,18 +374,6 @@ def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: Grou
         splits += triton.cdiv(F, SPLIT_FILTERS)
         # Every result begins at a multiple of 16 entries, so that vector loads are aligned.
         out += triton.cdiv(size, 16) * 16
-    entries = _on_device(torch.tensor(rows, dtype=torch.int64), layers[0].X.device)
+    entries = on_device(rows, layers[0].X.device)
     present = sum({1 << width for width in widths})
     return Table(entries, tiles, sums, splits, partial, planes, offsets, out, present)
-
-
-def _on_device(table: Tensor, where: torch.device) -> Tensor:
-    """Return a copy that any stream of the device may read from now on, without waiting for work on the device."""
-    if where.type != "cuda":
-        return table if where.type == "cpu" else table.to(where)
-    stream = torch.cuda.Stream(where)
-    with torch.cuda.stream(stream):
-        copy = table.pin_memory().to(where, non_blocking=True)
-    # Only the copy is on this stream.
-    stream.synchronize()
-    return copy

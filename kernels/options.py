@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from s3d_fast.base import require
+from s3d_fast.maths.activations import Activation
 
 PRECISIONS = ("highest", "high", "medium")
+# The kinks of an activation that the kernel of its curvature has room for.
+MOST_KINKS = 2
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class TritonOptions:
     atomic: bool = False
     tune: bool = False
     scratch_bytes: int = 64 << 20
+    cuda_graph: bool = False
 
     @property
     def arithmetic(self) -> str:
@@ -38,6 +42,12 @@ def current() -> TritonOptions:
     return _CURRENT.get()
 
 
+def why_not_activation(activation: Activation) -> str:
+    """Return why the kernel of `curvature_coefficients` cannot take this activation; empty if it can."""
+    known = activation.formula is not None and len(activation.kinks) <= MOST_KINKS
+    return "" if known else f"it has no formula for {activation.name!r}"
+
+
 @contextmanager
 def triton_options(
     *,
@@ -45,6 +55,7 @@ def triton_options(
     atomic: bool | None = None,
     tune: bool | None = None,
     scratch_bytes: int | None = None,
+    cuda_graph: bool | None = None,
 ) -> Iterator[TritonOptions]:
     """Set options of the Triton kernels inside a `with` block; options that are not given keep their values.
 
@@ -61,15 +72,24 @@ def triton_options(
             bits every time on the same kind of GPU.
         tune: at the first call of each kind, time every configuration that fits the device, and keep the fastest.
         scratch_bytes: the memory for the intermediate product that layers with more than 256 inputs store.
+        cuda_graph: let `extremal_eigenpairs` record a step of Lanczos as a CUDA graph and repeat it until filters leave
+            or spaces need more memory. It saves the host's time for every launch, which counts where layers are small.
+            Where steps do not consist of launches alone, there is a warning that says why.
 
     Raises:
         ValueError: an option has an invalid value.
     """
-    asked = {"precision": precision, "atomic": atomic, "tune": tune, "scratch_bytes": scratch_bytes}
+    asked = {
+        "precision": precision,
+        "atomic": atomic,
+        "tune": tune,
+        "scratch_bytes": scratch_bytes,
+        "cuda_graph": cuda_graph,
+    }
     asked = {name: value for name, value in asked.items() if value is not None}
     if precision is not None:
         require.choice("precision", precision, PRECISIONS)
-    for name in ("atomic", "tune"):
+    for name in ("atomic", "tune", "cuda_graph"):
         if not isinstance(asked.get(name, False), bool):
             raise ValueError(f"{name} must be True or False, got {asked[name]!r}")
     if scratch_bytes is not None:

@@ -111,7 +111,7 @@ def good_calls() -> dict[str, tuple]:
             torch.zeros(2, dtype=torch.float64),
             0,
         ),
-        "symmetric_extremes": (torch.eye(3, dtype=torch.float64).expand(2, 3, 3).contiguous(),),
+        "symmetric_extremes": (torch.arange(1, 4, dtype=torch.float64).diag().expand(2, 3, 3).contiguous(),),
         "tridiagonal_extremes": (random_tensor(2, 3), random_tensor(2, 3, seed=1), index([3, 2])),
         "certified_widths": (
             random_tensor(2, 3),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from s3d_fast.backends import extension
 from s3d_fast.backends.cpu import CPU
+from s3d_fast.backends.cuda import CUDA
 from s3d_fast.backends.interface import Backend
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base import require
@@ -27,7 +28,8 @@ LEAST_CAPABILITY = (8, 0)
 def choose(name: str, *tensors: Tensor | None, differentiable: Sequence[Tensor | None] = ()) -> Backend:
     """Return the backend for these tensors: the named one, or with "auto" the fastest that supports them.
 
-    `differentiable` are further tensors, which may require a gradient on the CPU: its operator has that derivative.
+    `differentiable` are further tensors, which may require a gradient: the operators have that derivative. Inside
+    `torch.compile` and `torch.export`, where no GPU need be there, "auto" always takes the operators of CUDA tensors.
 
     Raises:
         ValueError: the name is not one of NAMES.
@@ -55,10 +57,29 @@ def why_not(name: str, tensors: Sequence[Tensor] = (), differentiable: Sequence[
     every = (*tensors, *differentiable)
     reason = _why_not_cpu(every) if name == "cpu" else _why_not_triton(every)
     if not reason and torch.is_grad_enabled():
-        without = tensors if name == "cpu" else every
+        # Kernels in the interpreter are no operators.
+        is_operator = name == "cpu" or all(tensor.is_cuda for tensor in every)
+        without = tensors if is_operator else every
         if any(tensor.requires_grad for tensor in without):
             reason = "it has no derivative in a tensor that requires a gradient; use backend='reference'"
     return reason
+
+
+def why_not_on(device: torch.device | None) -> str:
+    """Return why the Triton kernels cannot run on this device, or on any; empty if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return f"Triton is not installed; {HOW_TO_INSTALL}"
+    wanted = "cpu" if is_interpreted() else "cuda"
+    if device is not None and device.type != wanted:
+        return _wrong_device(device, wanted)
+    if wanted == "cuda":
+        if not torch.cuda.is_available():
+            return f"PyTorch finds no GPU, and on a CPU the kernels are interpreted only: {HOW_TO_INTERPRET}"
+        if torch.version.hip is None and device is not None:
+            capability = torch.cuda.get_device_capability(device)
+            if capability < LEAST_CAPABILITY:
+                return f"{device} has compute capability {capability}, but Triton needs at least {LEAST_CAPABILITY}"
+    return ""
 
 
 def unusable(name: str, reason: str) -> RuntimeError:
@@ -77,6 +98,8 @@ def is_interpreted() -> bool:
 def _load(name: str) -> Backend:
     if name == "cpu":
         return CPU
+    if torch.compiler.is_compiling() or not is_interpreted():
+        return CUDA
     # Triton takes long to import, and many machines do not have it.
     from s3d_fast.backends.triton import TRITON
 
@@ -93,22 +116,11 @@ def _why_not_cpu(tensors: Sequence[Tensor]) -> str:
 
 
 def _why_not_triton(tensors: Sequence[Tensor]) -> str:
-    if importlib.util.find_spec("triton") is None:
-        return f"Triton is not installed; {HOW_TO_INSTALL}"
-    wanted = "cpu" if is_interpreted() else "cuda"
-    devices = {tensor.device for tensor in tensors}
-    for device in devices:
-        if device.type != wanted:
-            return _wrong_device(device, wanted)
-    if wanted == "cuda":
-        if not torch.cuda.is_available():
-            return f"PyTorch finds no GPU, and on a CPU the kernels are interpreted only: {HOW_TO_INTERPRET}"
-        if torch.version.hip is None:
-            for device in devices:
-                capability = torch.cuda.get_device_capability(device)
-                if capability < LEAST_CAPABILITY:
-                    return f"{device} has compute capability {capability}, but Triton needs at least {LEAST_CAPABILITY}"
-    return ""
+    if torch.compiler.is_compiling():
+        # A graph holds operators, which choose their kernels when it runs.
+        return next((f"a tensor is on {tensor.device}" for tensor in tensors if not tensor.is_cuda), "")
+    devices: set[torch.device | None] = {tensor.device for tensor in tensors}
+    return next((reason for reason in map(why_not_on, devices or {None}) if reason), "")
 
 
 def _wrong_device(device: torch.device, wanted: str) -> str:

@@ -32,8 +32,6 @@ def _load() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         # Built for another Python or an older PyTorch. The rest still works.
         return None, f"the C++ extension s3d_fast._C does not load: {error}"
-    # Importing the module has defined its operators, torch.ops.s3d_fast.*.
-    registration.register()
     return module, ""
 
 
@@ -58,6 +56,8 @@ def has_bfloat16_products() -> bool:
     return module is not None and bool(module.has_bfloat16_products())
 
 
+registration.register()
+# Importing the module gives the operators their kernels for the CPU.
 module, why_not = _load()
 if module is not None and "S3D_FAST_ISA" in os.environ:
     require.choice("S3D_FAST_ISA", os.environ["S3D_FAST_ISA"], ("auto", *module.available_isas()))

@@ -1,6 +1,7 @@
 """What the operators torch.ops.s3d_fast.* return on tensors without data, for `torch.compile` and `torch.export`.
 
-Each function checks the arguments of its operator as csrc/ does, and returns empty results. Sizes may be symbols: one
+Each function checks the arguments of its operator as csrc/ does, and returns empty results. `implementations` checks
+the arguments of other kernels by it. Sizes may be symbols: one
 compiled graph serves every number of rows.
 """
 
@@ -123,6 +124,8 @@ def edgeconv_matvec(
     K: Tensor | None = None,
     d1: Tensor | None = None,
     d2: Tensor | None = None,
+    incoming: Sequence[Tensor] | None = None,
+    runner_incoming: Sequence[Tensor] | None = None,
 ) -> Tensor:
     _require_compute_dtype("V", V)
     for name, tensor in (("X", X), ("C", C)):
@@ -139,6 +142,9 @@ def edgeconv_matvec(
         if ties is not None:
             _require_stored(name, ties, V.dtype, V.device)
             require.shape(name, ties, C.shape)
+    for name, edges in (("incoming", incoming), ("runner_incoming", runner_incoming)):
+        if edges is not None:
+            _require_edges(name, edges, C)
     _require_vectors(V, C.shape[2], 2 * X.shape[2] + bias)
     return V.new_empty(V.shape)
 
@@ -162,6 +168,15 @@ def tied_rows_matvec(
         raise ValueError(f"the windows of K must divide {X.shape[0]} rows, got {K.shape[0]}")
     _require_vectors(V, C.shape[1], X.shape[1] + bias)
     return V.new_empty(V.shape)
+
+
+def _require_edges(name: str, edges: Sequence[Tensor], C: Tensor) -> None:
+    if len(edges) != 3:
+        raise ValueError(f"{name} must be the 3 tensors of incoming_edges, got {len(edges)}")
+    clouds, points, filters = C.shape
+    for part, size in zip(edges, (points, points, points + 1), strict=True):
+        _require_like(name, part, torch.int32, C.device)
+        require.shape(name, part, (clouds, size, filters))
 
 
 def tied_maps(

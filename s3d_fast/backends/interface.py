@@ -149,6 +149,15 @@ class Backend(ABC):
         """Take one Lanczos step in every space of `state`; `product` is S q."""
 
     @abstractmethod
+    def krylov_extend_grouped(
+        self, *, states: Sequence[KrylovState], products: Sequence[Tensor], step: int, taken: Tensor
+    ) -> None:
+        """Take the same step for many layers; `taken`, int64 on the device, is `step` and becomes step + 1.
+
+        Where the host need not know the step, nothing but the contents of tensors differs from step to step.
+        """
+
+    @abstractmethod
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
         """Return S_j v_j for channels that several layers write."""
 

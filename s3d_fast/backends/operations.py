@@ -51,8 +51,8 @@ def splitting_matvec(
         check_finite: check X and C for NaN and Inf, which costs a pass over both; inside `torch.compile` and
             `torch.export`, nothing is checked.
 
-    All products can be differentiated, on a CPU by the kernels themselves in V, and here in X and C too; elsewhere
-    "auto" takes the reference where a gradient is required.
+    All products can be differentiated: by the kernels themselves in V, and here in X and C too; elsewhere "auto" takes
+    the reference where a gradient is required.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not match, or X or C is not finite.

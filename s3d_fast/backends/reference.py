@@ -117,6 +117,13 @@ class ReferenceBackend(Backend):
     def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
         reference.krylov_extend(state, product, step)
 
+    def krylov_extend_grouped(
+        self, *, states: Sequence[KrylovState], products: Sequence[Tensor], step: int, taken: Tensor
+    ) -> None:
+        for state, product in zip(states, products, strict=True):
+            self.krylov_extend(state, product, step)
+        taken.add_(1)
+
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
         return reference.joint_matvec(X, C, V, bias)
 

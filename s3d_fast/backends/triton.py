@@ -23,6 +23,7 @@ from s3d_fast.kernels import (
     surgery,
     tridiagonal,
 )
+from s3d_fast.kernels.options import why_not_activation
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming, incoming_edges
 from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, KrylovState, PoolTies, Widening
@@ -41,8 +42,7 @@ class TritonBackend(Backend):
         return ""
 
     def why_not_activation(self, activation: Activation) -> str:
-        known = activation.formula is not None and len(activation.kinks) <= curvature.MOST_KINKS
-        return "" if known else f"it has no formula for {activation.name!r}"
+        return why_not_activation(activation)
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         family = pointwise if pointwise.supports(X, C) else pointwise_wide
@@ -153,8 +153,23 @@ class TritonBackend(Backend):
         return [surgery.grow_weight(widening) for widening in widenings]
 
     def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
-        extend = krylov.krylov_extend if krylov.supports(state) else REFERENCE.krylov_extend
-        extend(state, product, step)
+        taken = torch.full((), step, dtype=torch.int64, device=product.device)
+        self.krylov_extend_grouped(states=[state], products=[product], step=step, taken=taken)
+
+    def krylov_extend_grouped(
+        self, *, states: Sequence[KrylovState], products: Sequence[Tensor], step: int, taken: Tensor
+    ) -> None:
+        pairs = list(zip(states, products, strict=True))
+        together = [(state, product) for state, product in pairs if krylov.supports(state)]
+        if len(together) < len(pairs) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("vectors too long for the kernel are orthogonalized with the step's number on the host")
+        for state, product in pairs:
+            if not krylov.supports(state):
+                REFERENCE.krylov_extend(state, product, step)
+        if together:
+            own, given = zip(*together, strict=True)
+            krylov.krylov_extend(own, products=given, taken=taken)
+        taken.add_(1)
 
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
         return REFERENCE.joint_matvec(X=X, C=C, V=V, bias=bias)

@@ -13,7 +13,7 @@ activation only near its kinks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -156,6 +156,27 @@ def activation(
     raise TypeError(f"which must be a name, an nn.Module or a known function, got {which!r}")
 
 
+def from_formula(formula: Formula, kinks: Sequence[Kink], sharpness: float) -> Activation:
+    """Return the activation with this formula and these kinks, in ascending order.
+
+    Without a formula between its kinks it is  a z + sum of jump relu(z - at),  up to a constant.
+    """
+    a, b = formula.a, formula.b
+    builders: dict[str, Callable[[], Activation]] = {
+        "none": lambda: _piecewise(a, kinks),
+        "silu": _silu,
+        "gelu": _gelu,
+        "gelu_tanh": lambda: _gelu("tanh"),
+        "softplus": lambda: _softplus_activation(a, b),
+        "tanh": _tanh,
+        "sigmoid": _sigmoid,
+        "elu": lambda: _elu(a),
+        "hardswish": _hardswish,
+        "gaussian": _gaussian,
+    }
+    return replace(builders[formula.name](), kinks=tuple(kinks), sharpness=sharpness, formula=formula)
+
+
 def activation_names() -> tuple[str, ...]:
     """Return every name that `activation` knows."""
     return tuple(_BUILDERS)
@@ -173,6 +194,16 @@ def is_activation(which: object) -> bool:
 def _softplus(z: Tensor, beta: float) -> Tensor:
     # Beyond the threshold, torch's softplus is linear. At the default of 20 the error shows in float64.
     return F.softplus(z, beta=beta, threshold=40.0)
+
+
+def _piecewise(slope: float, kinks: Sequence[Kink]) -> Activation:
+    def function(z: Tensor) -> Tensor:
+        return sum((kink.jump * torch.relu(z - kink.at) for kink in kinks), slope * z)
+
+    def first(z: Tensor) -> Tensor:
+        return sum((kink.jump * (z > kink.at).to(z) for kink in kinks), torch.full_like(z, slope))
+
+    return Activation("piecewise linear", function, first, torch.zeros_like)
 
 
 def _relu() -> Activation:

@@ -18,6 +18,7 @@ class ConvOperator(SplittingOperator):
     """The filters of a 2-d convolution of any kernel size; its rows are the patches of X."""
 
     CAN_CHANGE_DTYPE = True
+    ONLY_LAUNCHES = True
     COEFFICIENTS = ("C", "K")
 
     def __init__(

@@ -15,6 +15,8 @@ class DenseOperator(SplittingOperator):
     `size` is the magnitude of the sums that formed them; by default the Frobenius norms of the matrices.
     """
 
+    ONLY_LAUNCHES = True
+
     def __init__(self, matrices: Tensor, size: Tensor | None = None) -> None:  # (M, D, D), (M,)
         require.tensor("matrices", matrices)
         require.shape("matrices", matrices, ("M", matrices.shape[-1], matrices.shape[-1]))

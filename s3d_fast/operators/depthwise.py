@@ -22,6 +22,7 @@ class DepthwiseOperator(SplittingOperator):
     """
 
     CAN_CHANGE_DTYPE = True
+    ONLY_LAUNCHES = True
     COEFFICIENTS = ("C_",)
     PER_FILTER = ("weight_",)
 

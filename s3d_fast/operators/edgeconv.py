@@ -19,6 +19,7 @@ class EdgeConvOperator(SplittingOperator):
     """
 
     CAN_CHANGE_DTYPE = True
+    ONLY_LAUNCHES = True
     COEFFICIENTS = ("C", "K")
 
     def __init__(

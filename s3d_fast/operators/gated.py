@@ -15,6 +15,7 @@ class GatedOperator(SplittingOperator):
     """Gated units h = act(a.x) psi(b.x), theta = [a, b]: S = [X^T c11 X, X^T c12 X; X^T c12 X, X^T c22 X]."""
 
     CAN_CHANGE_DTYPE = True
+    ONLY_LAUNCHES = True
     COEFFICIENTS = ("c11", "c12", "c22")
 
     def __init__(

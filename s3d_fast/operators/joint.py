@@ -21,6 +21,7 @@ class JointOperator(SplittingOperator):
     """
 
     CAN_CHANGE_DTYPE = True
+    ONLY_LAUNCHES = True
     COEFFICIENTS = ("C_",)
 
     def __init__(

@@ -62,6 +62,8 @@ class SplittingOperator(ABC):
     rows: int | None = None
     # Whether `in_dtype` gives the same operator in another dtype: all its numbers are tensors of its own.
     CAN_CHANGE_DTYPE: ClassVar[bool] = False
+    # Whether a product only launches kernels on tensors of the operator, so that a CUDA graph can repeat it.
+    ONLY_LAUNCHES: ClassVar[bool] = False
     # How the names of tensors begin that S is linear in, and of those that no sample has a part of; all other tensors
     # have the samples along their first axis. None are named if batches cannot be stacked.
     COEFFICIENTS: ClassVar[tuple[str, ...]] = ()

@@ -14,6 +14,7 @@ class PointwiseOperator(SplittingOperator):
     """The filters of a linear layer or a 1 x 1 convolution: S_j = X^T diag(C[:, j]) X."""
 
     CAN_CHANGE_DTYPE = True
+    ONLY_LAUNCHES = True
     COEFFICIENTS = ("C",)
 
     def __init__(

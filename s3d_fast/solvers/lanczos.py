@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,10 +14,12 @@ from torch import Tensor
 from s3d_fast.backends.choice import choose
 from s3d_fast.backends.interface import Backend
 from s3d_fast.base import require
+from s3d_fast.kernels import options
 from s3d_fast.maths.reference import KrylovState, coupling_noise
 from s3d_fast.operators import SplittingOperator, matvec_all
 from s3d_fast.solvers.cut import Ranking
 from s3d_fast.solvers.judgement import judged
+from s3d_fast.solvers.repeated import RepeatedStep, why_not_repeat
 from s3d_fast.solvers.solver import MARGIN, Eigenproblem, Solver, counted
 from s3d_fast.solvers.spectrum import Found, Pairs, Spectrum, Status, unit_vectors
 
@@ -67,18 +71,20 @@ class Lanczos(Solver):
         groups = [
             _Lockstep(members, tol, self.delta, choose(backend, members[0].q), ranking) for members in by_kind.values()
         ]
+        repeated = RepeatedStep(_is_recorded(problem.operators, groups))
         work, looked = 0.0, 0
         for step in counted(self.max_iters, problem.progress):
             groups = [group for group in groups if group.layers]
             if not groups:
                 break
-            at_work = [(group, spaces) for group in groups for spaces in group.layers if not spaces.is_full]
-            operators_at_work, vectors = [spaces.operator for _, spaces in at_work], [spaces.q for _, spaces in at_work]
-            products = matvec_all(operators_at_work, vectors, backend)
-            for (group, spaces), product in zip(at_work, products, strict=True):
-                group.extend(spaces, product)
+            states = [state for group in groups for state in group.states_at_work()]
+            at_work = [spaces for group in groups for spaces in group.at_work]
+            operators_at_work = [spaces.operator for spaces in at_work]
+            repeated.run(partial(_take_step, groups, backend), [*operators_at_work, *states])
+            for spaces in at_work:
+                spaces.steps += 1
             work += sum(map(_flops, operators_at_work))
-            last = step == self.max_iters or all(spaces.is_full for _, spaces in at_work)
+            last = step == self.max_iters or all(spaces.is_full for spaces in at_work)
             if last or step >= CHECK_GROWTH * looked + 2 or _is_time(groups, step, work):
                 _check(groups, last)
                 work, looked = 0.0, step
@@ -89,6 +95,29 @@ class Lanczos(Solver):
             tol,
             backend,
         )
+
+
+def _take_step(groups: Sequence[_Lockstep], backend: str) -> None:
+    """Launch one step of all layers that are not done. Between two checks, only the contents of tensors change."""
+    at_work = [spaces for group in groups for spaces in group.at_work]
+    products = matvec_all([spaces.operator for spaces in at_work], [spaces.q for spaces in at_work], backend)
+    first = 0
+    for group in groups:
+        own = slice(first, first + len(group.at_work))
+        group.extend(products[own])
+        first = own.stop
+
+
+def _is_recorded(operators: Sequence[SplittingOperator], groups: Sequence[_Lockstep]) -> bool:
+    """Return whether steps shall be a CUDA graph; warn if they should be one and cannot."""
+    if not operators or not options.current().cuda_graph:
+        return False
+    reason = why_not_repeat(operators)
+    if not reason and any(group.backend.name != "triton" for group in groups):
+        reason = "the steps of the reference need their number on the host"
+    if reason:
+        warnings.warn(f"cuda_graph: steps are launched one by one: {reason}", stacklevel=5)
+    return not reason
 
 
 def _flops(operator: SplittingOperator) -> float:
@@ -217,6 +246,8 @@ class _Lockstep:
         self.length = torch.zeros(filters, dtype=torch.int64, device=q.device)
         self.scale = q.new_zeros(filters)
         self.iterations = torch.zeros_like(self.length)
+        # The number of steps so far, where kernels can read it.
+        self.taken = torch.zeros((), dtype=torch.int64, device=q.device)
         # A random unit vector of D entries has a component below t with a probability of at most t sqrt(2 D / pi).
         widths = [spaces.q.shape[1] for spaces in layers for _ in range(len(spaces))]
         # Each of a filter's two ends may be wrong with half the probability.
@@ -235,16 +266,30 @@ class _Lockstep:
             self.own[spaces] = slice(first, first + len(spaces))
             first += len(spaces)
 
-    def extend(self, spaces: _Spaces, product: Tensor) -> None:
-        """Turn the product S q of a layer into the next basis vector of every space."""
-        if spaces.steps + 1 == spaces.basis.shape[1]:
-            spaces.basis = _enlarged(spaces.basis, min(2 * spaces.steps, spaces.basis.shape[2]) + 1)
-            self.states.pop(spaces, None)
-        if spaces.steps + 1 == self.alpha.shape[1]:
-            self.alpha, self.beta = (_enlarged(tensor, 2 * spaces.steps + 1) for tensor in (self.alpha, self.beta))
-            self.states.clear()
-        self.backend.krylov_extend(self._state(spaces), product, spaces.steps)
-        spaces.steps += 1
+    @property
+    def at_work(self) -> list[_Spaces]:
+        """The layers whose spaces can grow; all of them have taken the same number of steps."""
+        return [spaces for spaces in self.layers if not spaces.is_full]
+
+    def states_at_work(self) -> list[KrylovState]:
+        """Return the tensors of the layers at work, with room for a step."""
+        for spaces in self.at_work:
+            if spaces.steps + 1 == spaces.basis.shape[1]:
+                spaces.basis = _enlarged(spaces.basis, min(2 * spaces.steps, spaces.basis.shape[2]) + 1)
+                self.states.pop(spaces, None)
+            if spaces.steps + 1 == self.alpha.shape[1]:
+                self.alpha, self.beta = (_enlarged(tensor, 2 * spaces.steps + 1) for tensor in (self.alpha, self.beta))
+                self.states.clear()
+        return [self._state(spaces) for spaces in self.at_work]
+
+    def extend(self, products: Sequence[Tensor]) -> None:
+        """Turn the products S q of the layers at work into the next basis vectors of all their spaces."""
+        at_work = self.at_work
+        if at_work:
+            states = [self._state(spaces) for spaces in at_work]
+            self.backend.krylov_extend_grouped(
+                states=states, products=products, step=at_work[0].steps, taken=self.taken
+            )
 
     def _state(self, spaces: _Spaces) -> KrylovState:
         """Return the tensors of a layer's spaces, its own ones and its slices of the common ones."""

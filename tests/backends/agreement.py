@@ -114,6 +114,11 @@ class Definitions:
     def krylov_extend(self, state: KrylovState, product: Tensor, step: int) -> None:
         reference.krylov_extend(state, product, step)
 
+    def krylov_extend_grouped(self, *, states: Any, products: Any, step: int, taken: Tensor) -> None:
+        for state, product in zip(states, products, strict=True):
+            reference.krylov_extend(state, product, step)
+        taken += 1
+
     def tridiagonal_extremes(self, *, alpha: Tensor, beta: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         return reference.tridiagonal_extremes(alpha, beta, length)
 
@@ -205,14 +210,18 @@ class PublicOperations:
         return operations.grow_weights(widenings, backend=self.backend)
 
 
-# The argument that an operation changes.
-CHANGED = {"add_splitting_matrices": "S", "krylov_extend": "state"}
+# The arguments that an operation changes.
+CHANGED = {
+    "add_splitting_matrices": ("S",),
+    "krylov_extend": ("state",),
+    "krylov_extend_grouped": ("states", "taken"),
+}
 DEFINITIONS = Definitions()
 
 
-def changed_by(name: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the argument that a call of an operation changes."""
-    return "g" if arguments.get("inplace") else CHANGED.get(name)
+def changed_by(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the arguments that a call of an operation changes."""
+    return ("g",) if arguments.get("inplace") else CHANGED.get(name, ())
 
 
 def assert_agrees(
@@ -236,7 +245,7 @@ def assert_agrees(
     if tolerance is not None:
         table = dict.fromkeys(table, tolerance)
     for argument, now in arguments.items():
-        if argument == changed:
+        if argument in changed:
             for tensor, truth in zip(tree_leaves(now), tree_leaves(wide[argument]), strict=True):
                 # Numbers of steps are exact.
                 assert_close(tensor, truth, table.get(tensor.dtype, 0), f"{label}: {argument}")
@@ -314,6 +323,20 @@ def krylov_state(M: int, capacity: int, D: int, dtype: torch.dtype) -> KrylovSta
         length=torch.zeros(M, dtype=torch.int64),
         scale=torch.zeros(M, dtype=dtype),
     )
+
+
+def krylov_layers(sizes: Sequence[tuple[int, int]], step: int, dtype: torch.dtype) -> Arguments:
+    """Return the arguments of step `step` for layers of these sizes, (M, D), with the steps before it taken."""
+    states, products = [], []
+    for seed, (M, D) in enumerate(sizes):
+        # Layers share a row stride of alpha and beta.
+        state = krylov_state(M, step + 2, D, dtype)
+        S = random_tensor(M, D, D, dtype=dtype, seed=seed)
+        for earlier in range(step):
+            reference.krylov_extend(state, torch.einsum("mij,mj->mi", S + S.mT, state.basis[:, earlier]), earlier)
+        states.append(state)
+        products.append(random_tensor(M, D, dtype=dtype, seed=5 + seed))
+    return {"states": states, "products": products, "step": step, "taken": torch.tensor(step)}
 
 
 def rows_of(case: RowsCase) -> Arguments:
@@ -488,6 +511,7 @@ EXAMPLES: dict[str, Callable[[], Arguments]] = {
     },
     "grow_weights": _grow,
     "krylov_extend": _krylov,
+    "krylov_extend_grouped": lambda: krylov_layers([(3, 9), (2, 16), (1, 40)], 0, torch.float64),
     "tridiagonal_extremes": _tridiagonal,
     "certified_widths": _certificates,
     "symmetric_extremes": lambda: {"S": random_tensor(3, 5, 5) + random_tensor(3, 5, 5).mT},

@@ -87,7 +87,7 @@ def test_the_binary_needs_nothing_of_pytorch_but_its_c_functions() -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_derivative_that_is_missing_is_refused_and_not_zero(name: str) -> None:
     parameters = [argument.name for argument in getattr(kernels, name).default._schema.arguments]
-    for position, parameter in enumerate(parameters):
+    for position, parameter in enumerate(parameters[: len(good_calls()[name])]):
         arguments = list(good_calls()[name])
         given = arguments[position]
         tensor = given[0] if isinstance(given, list) else given

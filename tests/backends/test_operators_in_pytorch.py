@@ -50,19 +50,21 @@ def _joint(X: Tensor, C: Tensor, V: Tensor) -> Tensor:
 
 def _edges(X: Tensor, C: Tensor, V: Tensor) -> Tensor:
     winner = torch.zeros_like(C, dtype=torch.int64)
-    return operations.edgeconv_matvec(X[None], winner[None], C[None], torch.cat([V, V], -1))
+    clouds = [tensor.unsqueeze(0) for tensor in (X, winner, C)]
+    return operations.edgeconv_matvec(*clouds, torch.cat([V, V], -1))
 
 
 def _depthwise(X: Tensor, C: Tensor, V: Tensor) -> Tensor:
-    maps = C[:, None, None, :]
-    weight = V[:, :1, None]
+    maps = C.unsqueeze(1).unsqueeze(1)
+    weight = V.narrow(1, 0, 1).unsqueeze(2)
     return operations.depthwise_matvec(X, [maps, maps], [maps], [weight], V, stages=[reference.DepthwiseStage()])
 
 
 def _coefficients(X: Tensor, C: Tensor, V: Tensor) -> Tensor:
-    return operations.curvature_coefficients(X, X.sin(), s3d.activation("silu"), V[0])
+    return operations.curvature_coefficients(X, X.sin(), s3d.activation("silu"), V.select(0, 0))
 
 
+# Where PyTorch has no CUDA, tensors of a GPU cannot be indexed by [].
 BY_ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "splitting_matvec": operations.splitting_matvec,
     "splitting_matvec_grouped": _grouped,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.backends.choice import choose
-from s3d_fast.kernels import configs, grouped, launch, pointwise, pointwise_wide
+from s3d_fast.kernels import configs, grouped, launch, pointwise, pointwise_wide, tables
 from s3d_fast.kernels.device import INTERPRETER
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
@@ -38,8 +38,7 @@ Layer = tuple[Tensor, Tensor, Tensor, bool]
 @pytest.fixture
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start without tables of earlier tests."""
-    monkeypatch.setattr(grouped, "_TABLES", type(grouped._TABLES)())
-    monkeypatch.setattr(grouped, "_CAPTURED", {})
+    monkeypatch.setattr(grouped, "_TABLES", tables.Tables())
 
 
 def layer_of(case: RowsCase, seed: int = 0) -> Layer:
@@ -112,10 +111,10 @@ def test_what_a_launch_says_of_alignment_is_true(monkeypatch: pytest.MonkeyPatch
 def test_the_same_list_has_one_table_and_the_same_bits() -> None:
     layers = [layer_of(RowsCase(700, 20, 9)), layer_of(RowsCase(63, 9, 5))]
     first = assert_products(layers)
-    tables = list(grouped._TABLES.values())
-    assert len(tables) == 1
+    made = list(grouped._TABLES.recent.values())
+    assert len(made) == 1
     assert all(map(torch.equal, products(layers), first))
-    assert list(grouped._TABLES.values()) == tables
+    assert list(grouped._TABLES.recent.values()) == made
 
 
 def test_new_contents_at_the_same_address_are_seen() -> None:
@@ -125,7 +124,7 @@ def test_new_contents_at_the_same_address_are_seen() -> None:
         for layer in layers:
             layer[position].copy_(random_tensor(*layer[position].shape, seed=7 + position))
         assert_products(layers, position)
-    assert len(grouped._TABLES) == 1
+    assert len(grouped._TABLES.recent) == 1
 
 
 def test_other_tensors_of_the_same_shapes_are_seen() -> None:
@@ -153,10 +152,10 @@ def test_a_view_of_other_strides_or_shape_at_the_same_address_has_a_table_of_its
 
 
 def test_more_lists_than_tables_are_kept_for_agree_with_the_reference() -> None:
-    lists = [[layer_of(RowsCase(5, 3, 2), seed)] for seed in range(grouped.MOST_TABLES + 3)]
+    lists = [[layer_of(RowsCase(5, 3, 2), seed)] for seed in range(tables.MOST_TABLES + 3)]
     for index, layers in enumerate(lists):
         assert_products(layers, index)
-        assert len(grouped._TABLES) <= grouped.MOST_TABLES
+        assert len(grouped._TABLES.recent) <= tables.MOST_TABLES
     for index in (0, 1, len(lists) - 1):
         assert_products(lists[index], index)
 
@@ -274,7 +273,7 @@ class Cuda:
         members = [grouped.Member(*layer) for layer in layers]
         config = configs.GROUPED["interpreter", "fp64"][0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(grouped, "_on_device", lambda table, where: table)
+            patch.setattr(grouped, "on_device", lambda rows, where: torch.tensor(rows))
             patch.setattr(grouped, "_device_of", lambda layer: self.device)
             return grouped._table(members, [member.V for member in members], config, INTERPRETER)
 
@@ -283,7 +282,7 @@ def test_a_graph_captures_what_another_stream_has_warmed_up_and_keeps_its_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = Cuda(monkeypatch)
-    lists = [[layer_of(RowsCase(5, 3, 2), seed)] for seed in range(grouped.MOST_TABLES + 2)]
+    lists = [[layer_of(RowsCase(5, 3, 2), seed)] for seed in range(tables.MOST_TABLES + 2)]
     cuda.is_capturing = True
     with pytest.raises(RuntimeError, match="once with these tensors before a CUDA graph captures it"):
         cuda.table_of(lists[0])
@@ -295,4 +294,4 @@ def test_a_graph_captures_what_another_stream_has_warmed_up_and_keeps_its_table(
     for layers in lists[1:]:
         cuda.table_of(layers)
     assert cuda.table_of(lists[0]) is warm
-    assert len(grouped._TABLES) <= grouped.MOST_TABLES
+    assert len(grouped._TABLES.recent) <= tables.MOST_TABLES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from tests.backends.agreement import (
     edges_of,
     gated_of,
     kink_widths,
-    krylov_state,
+    krylov_layers,
     layers_of,
     rows_of,
 )
@@ -50,7 +50,7 @@ class Call(NamedTuple):
         """The names of the dtypes of rows that make a difference."""
         if "precision" in self.options:
             return ["fp32"] if self.options["precision"] == "high" else ["bf16", "fp16"]
-        on_vectors = self.operation in ("krylov_extend", "tridiagonal_extremes", "certified_widths")
+        on_vectors = self.operation.startswith(("krylov", "tridiagonal", "certified"))
         return ["fp32", "fp64"] if on_vectors else list(DTYPES)
 
     def tolerance(self, dtype: torch.dtype) -> float:
@@ -99,14 +99,14 @@ def surgery(dtype: torch.dtype) -> Arguments:
 
 def krylov(M: int, D: int, step: int) -> Callable[[torch.dtype], Arguments]:
     def arguments(dtype: torch.dtype) -> Arguments:
-        dtype = compute_dtype(dtype)
-        state = krylov_state(M, step + 2, D, dtype)
-        S = random_tensor(M, D, D, dtype=dtype, seed=3)
-        for earlier in range(step):
-            reference.krylov_extend(state, torch.einsum("mij,mj->mi", S + S.mT, state.basis[:, earlier]), earlier)
-        return {"state": state, "product": random_tensor(M, D, dtype=dtype, seed=5), "step": step}
+        layers = krylov_layers([(M, D)], step, compute_dtype(dtype))
+        return {"state": layers["states"][0], "product": layers["products"][0], "step": step}
 
     return arguments
+
+
+def krylov_of(sizes: Sequence[tuple[int, int]], step: int) -> Callable[[torch.dtype], Arguments]:
+    return lambda dtype: krylov_layers(sizes, step, compute_dtype(dtype))
 
 
 def tridiagonal(dtype: torch.dtype) -> Arguments:
@@ -156,6 +156,9 @@ SMALL = {
     "surgery": Call("grow_weights", surgery, {"grow_kernel"}),
     "krylov": Call("krylov_extend", krylov(5, 64, 3), {"extend_kernel"}),
     "krylov general": Call("krylov_extend", krylov(3, 523, 2), {"extend_kernel"}),
+    "krylov grouped": Call(
+        "krylov_extend_grouped", krylov_of([(2, 9), (1, 32), (2, 70), (1, 16)], 1), {"extend_kernel"}
+    ),
     "tridiagonal": Call("tridiagonal_extremes", tridiagonal, {"extremes_kernel"}),
     "certificate": Call("certified_widths", certificate, {"widths_kernel"}),
 }
@@ -221,15 +224,13 @@ class Outcome(NamedTuple):
 def simulate(target: str, name: str, dtype_name: str) -> Outcome:
     """Run a call in the simulator and compare it with the reference in float64."""
     from s3d_fast.backends.triton import TRITON
-    from s3d_fast.kernels import grouped
     from s3d_fast.kernels.options import triton_options
     from s3d_fast.kernels.ptx.launch import simulated
 
     call, dtype = CALLS[name], DTYPES[dtype_name]
     arguments = call.arguments(dtype)
-    # The widths of earlier calls would be compiled in as well.
-    grouped._PRESENT.clear()
-    by_address = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)] if "grouped" in name else []
+    _forget()
+    by_address = _by_address(call, arguments)
     with simulated(target, processors=call.processors, reachable=by_address) as report, triton_options(**call.options):
         assert_agrees(TRITON, call.operation, label=name, tolerance=call.tolerance(dtype), **arguments)
     kernels = {launch.kernel for launch in report.launches}
@@ -239,21 +240,40 @@ def simulate(target: str, name: str, dtype_name: str) -> Outcome:
     return Outcome(kernels, findings, ambiguities, sum(launch.seconds for launch in report.launches))
 
 
+def _forget() -> None:
+    """Forget the widths of earlier calls, which would be compiled in as well."""
+    from s3d_fast.kernels import grouped, krylov
+
+    grouped._PRESENT.clear()
+    krylov._PRESENT.clear()
+
+
+def _by_address(call: Call, arguments: Arguments) -> list[Tensor]:
+    """Return the arguments that kernels find by addresses in a table."""
+    return _tensors(arguments) if call.operation.startswith("krylov") or "grouped" in call.operation else []
+
+
+def _tensors(arguments: Arguments) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
 def mutate(target: str, name: str, dtype_name: str) -> list[Any]:
     """Return the mutants of the kernels of a call."""
     from s3d_fast.backends.triton import TRITON
-    from s3d_fast.kernels import grouped
     from s3d_fast.kernels.options import triton_options
     from s3d_fast.kernels.ptx.mutation import mutants
 
     call = CALLS[name]
-    grouped._PRESENT.clear()
+    _forget()
     given = call.arguments(DTYPES[dtype_name])
-    by_address = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)] if "grouped" in name else []
+    before = tree_map_only(Tensor, Tensor.clone, given)
+    by_address = _by_address(call, given)
 
     def run() -> list[Tensor]:
-        # Some operations change their arguments, which the grouped one must find at their addresses.
+        # Some operations change their arguments, which others must find at their addresses.
         own = given if by_address else tree_map_only(Tensor, Tensor.clone, given)
+        for tensor, old in zip(by_address, _tensors(before), strict=False):
+            tensor.copy_(old)
         result = getattr(TRITON, call.operation)(**own)
         return [leaf for leaf in tree_leaves((result, own)) if isinstance(leaf, Tensor)]
 
