@@ -32,13 +32,15 @@ package: ## Build sdist and wheel, install each into an empty environment, and t
 	$(PYTHON) .ci/package.py
 
 DEVICE ?= cpu
-bench: $(READY) ## Time everything against the reference, with DEVICE=cuda on a GPU; ratios go to runs/benchmarks.md.
+bench: $(READY) ## Time everything against the reference; ratios go to runs/benchmarks.md. With DEVICE=cuda, on a GPU, see docs/gpu.md.
+	$(if $(filter cuda,$(DEVICE)),$(BIN)/python -m benchmarks.gpu_report --check)
 	mkdir -p runs
 	rm -f runs/bench.json
 	S3D_DEVICE=$(DEVICE) $(BIN)/python -m pytest -q -rs -W default benchmarks --benchmark-enable --benchmark-json=runs/bench.json
 	$(BIN)/python -m benchmarks.table runs/bench.json > runs/benchmarks.md
 	$(if $(filter cpu,$(DEVICE)),$(BIN)/python -m benchmarks.kept_table docs/kept.json >> runs/benchmarks.md)
 	cat runs/benchmarks.md
+	$(if $(filter cuda,$(DEVICE)),$(BIN)/python -m benchmarks.gpu_report)
 
 # A copy of the package with a checked build of the extension, and the tests beside it.
 ASAN := build/asan

@@ -1,11 +1,19 @@
-"""The best possible speed of the kernels on GPUs, by a roofline model: python -m benchmarks.roofline.
+"""How long S v takes on GPUs, by a model of compiled kernels: python -m benchmarks.roofline.
 
-A MODEL, NOT A MEASUREMENT. A kernel takes the longest of three times, plus a fixed time per launch: its arithmetic at
-the peak rate, its memory traffic at the peak bandwidth, and its reads from the level-2 cache at the cache's bandwidth.
-An idle part of the last wave of programs slows the arithmetic; processors without a program slow the traffic.
-Programs, tiles and slices are those that the kernels' own code would launch. Registers and shared memory, which limit
-how many programs a processor holds, come from the compiler (docs/gpu.json, written by python -m s3d_fast.kernels.aot).
-The unfused form is s3d_fast.maths.reference with every operation at the peaks and no idle wave, which favours it.
+A MODEL, NOT A MEASUREMENT. Launches, tiles and what a pass of a loop costs come from docs/roofline.json, which
+`python -m benchmarks.recorded` writes: machine instructions, tensor-core work as emitted, shared memory with its bank
+conflicts, barriers and requested bytes. A launch keeps several units busy; each takes its work over its peak rate, with
+whole tiles on every processor:
+    tensor   multiply-adds of the tensor cores
+    issue    instructions of all warps
+    float32  float32 instructions
+    shared   bytes of shared memory, bank conflicts included
+    cache    bytes that programs request
+    memory   bytes of tensors that are not in the cache
+    latency  barriers, dependent products and the start of a tile, for as many programs as a processor holds at once
+If units overlap fully, a launch takes the longest of these times; if they do not overlap at all, their sum. Both are
+shown: the truth lies between, if the constants (benchmarks/gpus.py) are right. The unfused form is that of
+benchmarks/unfused.py, with full overlap.
 """
 
 from __future__ import annotations
@@ -13,265 +21,215 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpus import (
+    BARRIER,
+    GAP,
+    GPUS,
+    HOST_LAUNCH,
+    LIBRARY_REACHED,
+    MEMORY_REACHED,
+    PRODUCT,
+    START,
+    Gpu,
+)
+from benchmarks.networks import NETWORK_SHAPES
+from benchmarks.recorded import LIGHT, RECORD, Shape
+from benchmarks.unfused import operations
 from s3d_fast.base.tables import text_table
-from s3d_fast.kernels import configs, grouped, launch, pointwise_wide
-from s3d_fast.kernels.compiled import TARGETS, Target
-from s3d_fast.kernels.grouped import Member
-from s3d_fast.kernels.products import product_form
 from s3d_fast.maths import reference
-from s3d_fast.models.mobilenet import FULL_WIDTHS
 from s3d_fast.solvers.lanczos import CHECK_EVERY
-from tests.cases import LARGE_EDGES, NETWORKS, EdgeCase, RowsCase, mobilenet_layers
 
-TABLE = Path(__file__).parents[1] / "docs" / "gpu.json"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """The peak rates of a GPU per second, from its vendor's data sheet."""
-
-    target: str
-    memory: float  # bytes
-    cache: float  # bytes read from level 2
-    flops: dict[str, float]
-    registers: int  # per processor
-    threads: int  # per processor, at most
-    shared_memory: int  # bytes per processor
-    warp: int
-
-
-# NVIDIA A100 80GB SXM, H100 SXM and AMD Instinct MI300X data sheets. Level 2: 5120 bytes per clock on A100 (from its
-# whitepaper), assumed for H100 too; the peak of the Infinity Cache on MI300X.
-GPUS = {
-    "A100": Gpu("sm_80", 2.039e12, 5120 * 1.41e9, {"fp32": 19.5e12, "bf16": 312e12}, 65536, 2048, 167936, 32),
-    "H100": Gpu("sm_90", 3.35e12, 5120 * 1.755e9, {"fp32": 66.9e12, "bf16": 989e12}, 65536, 2048, 233472, 32),
-    "MI300X": Gpu("gfx942", 5.3e12, 17.2e12, {"fp32": 163.4e12, "bf16": 1307e12}, 131072, 2048, 65536, 64),
-}
-# The time between two queued kernels, and the time of a launch when the host is not ahead of the device.
-GAP, HOST_LAUNCH = 2e-6, 5e-6
 # Lanczos products of a layer: see test_lanczos in benchmarks/test_solvers.py.
 STEPS = 44
+SIZES = {"fp32": 4, "bf16": 2}
+NETWORKS = {name: [Shape(*own) for own in shapes] for name, shapes in NETWORK_SHAPES.items()}
+
+
+class Cache:
+    """Which tensors are in the cache of a GPU: those touched last, as far as they fit."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.held: dict[Any, float] = {}
+
+    def missed(self, touched: Iterable[Sequence[Any]]) -> float:
+        """Touch tensors (name, bytes, writes); return the bytes that memory moves. All that is written counts."""
+        moved = 0.0
+        for name, size, writes in touched:
+            moved += size if writes or name not in self.held else 0
+            self.held.pop(name, None)
+            self.held[name] = size
+            while sum(self.held.values()) > self.size:
+                del self.held[next(iter(self.held))]
+        return moved
 
 
 @dataclass
-class Work:
-    """The work of a GPU in one or more launches."""
+class Time:
+    """Seconds of launches: if the units of a GPU overlap fully, and if they do not."""
 
-    flops: float = 0
-    bytes: float = 0
-    cached: float = 0  # bytes read through level 2
-    seconds: float = 0
-    launches: float = 0
-    bound: str = ""
+    fastest: float = 0.0
+    slowest: float = 0.0
+    launches: float = 0.0
+    bounds: Counter[str] = field(default_factory=Counter)  # seconds of `fastest` by the unit that takes longest
+    work: Counter[str] = field(default_factory=Counter)  # multiply-adds of tensor cores, bytes
 
-    def __add__(self, other: Work) -> Work:
-        longer = self if self.seconds >= other.seconds else other
-        return Work(
-            self.flops + other.flops,
-            self.bytes + other.bytes,
-            self.cached + other.cached,
-            self.seconds + other.seconds,
-            self.launches + other.launches,
-            longer.bound,
-        )
+    @classmethod
+    def of(cls, terms: dict[str, float], work: dict[str, float]) -> Time:
+        """Return the time of a launch whose units are busy for these seconds."""
+        bound = max(terms, key=terms.__getitem__)
+        longest = terms[bound] + GAP
+        return cls(longest, sum(terms.values()) + GAP, 1, Counter({bound: longest}), Counter(work))
 
+    def __add__(self, other: Time) -> Time:
+        return Time(
+            self.fastest + other.fastest, self.slowest + other.slowest, self.launches + other.launches,
+            self.bounds + other.bounds, self.work + other.work,
+        )  # fmt: skip
 
-@dataclass(frozen=True)
-class Busy:
-    """How much of the GPU the programs of a kernel use."""
-
-    waves: float = 1.0  # the fraction of all waves, including the last, that is not idle
-    processors: float = 1.0  # the fraction of processors that have a program
+    @property
+    def bound(self) -> str:
+        """The unit that takes longest, over all launches."""
+        return max(self.bounds, key=self.bounds.__getitem__, default="")
 
 
-def kernel(gpu: Gpu, dtype: str, flops: float, moved: float, cached: float = 0, busy: Busy = Busy()) -> Work:  # noqa: B008
-    """Return the work of one launch."""
-    times = {
-        "arithmetic": flops / gpu.flops[dtype] / busy.waves,
-        "memory": moved / gpu.memory / busy.processors,
-        "cache": cached / gpu.cache / busy.processors,
+def resident(gpu: Gpu, launch: dict[str, Any]) -> int:
+    """Return how many programs a processor holds at once."""
+    threads = launch["warps"] * gpu.warp
+    by_registers = gpu.registers // (threads * max(1, launch["registers"]))
+    by_memory = gpu.shared_memory // max(1, launch["shared_memory"])
+    return max(1, min(by_registers, by_memory, gpu.threads // threads))
+
+
+def launch_time(gpu: Gpu, kind: str, launch: dict[str, Any], costs: dict[str, Any], cache: Cache) -> Time:
+    """Return the time of one launch; `costs` are those of its kernels, by kind of layer."""
+    moved = cache.missed(launch["touched"])
+    touched = sum(size for _, size, _ in launch["touched"])
+    number = sum(own[0] for own in launch["tiles"])
+    # Fewer programs than processors do not use all of the bandwidth.
+    reach = min(1.0, number / gpu.processors)
+    terms = {"memory": moved / gpu.memory / MEMORY_REACHED / reach}
+    work = {"bytes": moved}
+    if launch["kernel"] in LIGHT:
+        terms["cache"] = touched / gpu.cache / reach
+        return Time.of(terms, work)
+    total: Counter[str] = Counter()
+    waits = []
+    for name, (count, passes, longest) in zip(launch["kinds"], launch["tiles"], strict=True):
+        cost = costs[name][launch["kernel"]]
+        for part, times in (("tile", count), ("pass", passes)):
+            total.update({key: times * amount for key, amount in cost[part].items()})
+        barriers = cost["tile"].get("barriers", 0) + longest * cost["pass"].get("barriers", 0)
+        waits.append((count, START + barriers * BARRIER + longest * 2 * PRODUCT))
+    # Tiles are whole: the busiest processor has the most of them.
+    busiest = math.ceil(number / gpu.processors) / number
+    clocks = {
+        "issue": total["instructions"] / gpu.issue,
+        "shared": total["shared bytes"] / gpu.shared,
     }
-    bound = max(times, key=times.__getitem__)
-    return Work(flops, moved, cached, times[bound] + GAP, 1, bound)
+    if total["tensor"]:
+        peak = gpu.flops[kind] / 2 / gpu.processors / gpu.clock
+        clocks["tensor"] = total["tensor"] / peak / (gpu.mma if total["mma"] > total["wgmma"] else 1)
+    if gpu.target.startswith("sm"):
+        clocks["float32"] = total["fp32"] / gpu.float32
+    terms |= {name: count * busiest / gpu.clock for name, count in clocks.items()}
+    terms["cache"] = max(total["requested bytes"], moved) / gpu.cache / reach
+    at_once = gpu.processors * resident(gpu, launch)
+    rounds = sum(count * wait for count, wait in waits) / at_once
+    terms["latency"] = max(rounds, max(wait for _, wait in waits)) / gpu.clock
+    return Time.of(terms, {**work, "tensor": total["tensor"], "shared": total["shared bytes"]})
 
 
-class Table:
-    """Registers and shared memory of the compiled kernels."""
-
-    def __init__(self, path: Path) -> None:
-        self.entries = json.loads(path.read_text())
-
-    def busy(self, gpu: Gpu, dtype: str, name: str, programs: int, warps: int) -> Busy:
-        """Return how much of the GPU this many programs of a kernel use."""
-        wanted = (name, gpu.target, dtype)
-        entry = next(item for item in self.entries if (item["kernel"], item["target"], item["dtype"]) == wanted)
-        threads, processors = warps * gpu.warp, TARGETS[gpu.target].device.processors
-        at_once = min(
-            gpu.registers // (threads * entry["registers"]),
-            gpu.threads // threads,
-            gpu.shared_memory // max(1, entry["shared_memory"]),
-        )
-        slots = processors * max(1, at_once)
-        return Busy(programs / (math.ceil(programs / slots) * slots), min(1, programs / processors))
+def fused(record: dict[str, Any], network: str, gpu: Gpu, kind: str) -> list[tuple[str, Time]]:
+    """Return the kernels of S v of a network and their times, launch by launch."""
+    where, cache = f"{gpu.target} {kind}", Cache(gpu.cache_size)
+    costs = record["costs"][where]
+    launches = record["networks"][network][where]
+    return [(launch["kernel"], launch_time(gpu, kind, launch, costs, cache)) for launch in launches]
 
 
-class Fused:
-    """The Triton kernels' work on one GPU."""
-
-    def __init__(self, gpu: Gpu, dtype: str, table: Table) -> None:
-        self.gpu, self.dtype, self.table = gpu, dtype, table
-        self.target: Target = TARGETS[gpu.target]
-        self.stored = torch.float32 if dtype == "fp32" else torch.bfloat16
-        self.form = product_form(self.stored, "highest", self.target.device)
-        # The split form stores the other factor in two parts, which takes two products.
-        self.parts = 2 if self.form == "split" else 1
-
-    def narrow(self, cases: Sequence[RowsCase]) -> Work:
-        """Return the work of one grouped launch and of the launch that adds up its slices."""
-        if not cases:
-            return Work()
-        config = configs.grouped(self.target.device, self.form, self.stored)[0]
-        layers = [_meta_layer(case, self.stored) for case in cases]
-        plan = grouped.make_table(layers, [layer.V for layer in layers], config, self.target.device)
-        flops = moved = cached = 0.0
-        for case in cases:
-            width = launch.power_of_two(case.D, 16, 256)
-            filters = config.configs[configs.WIDTHS.index(width)].filters
-            blocks = math.ceil(case.M / filters)
-            flops += 4 * case.N * width * blocks * filters * self.parts
-            moved += case.N * (case.D + case.M) * self.stored.itemsize + 4 * case.M * case.D
-            cached += blocks * case.N * case.D * self.stored.itemsize
-        # Tiles are equal work, so only the last round of tiles leaves processors idle.
-        programs = self.target.device.processors * config.per_processor
-        rounds = math.ceil(plan.tiles / programs)
-        busy = Busy(plan.tiles / (rounds * programs), min(1, plan.tiles / programs))
-        product = kernel(self.gpu, self.dtype, flops, moved + 4 * plan.partial_size, cached, busy)
-        return product + kernel(self.gpu, "fp32", plan.partial_size, 4 * (plan.partial_size + plan.out_size))
-
-    def wide(self, case: RowsCase) -> Work:
-        """Return the work of a layer with more than 256 inputs: two launches and the sum of their slices."""
-        device, size = self.target.device, self.stored.itemsize
-        project, accumulate = configs.wide(device, self.form, self.stored, case.N)[0]
-        name = "wide, project" + ", few rows" * (case.N <= configs.FEW_ROWS)
-        planes, product_dtype = pointwise_wide.product_storage(self.form, self.stored)
-        product_bytes = planes * product_dtype.itemsize * case.N * case.M
-        flops = 2 * case.N * case.D * case.M * self.parts
-        blocks = math.ceil(case.M / project.filters)
-        programs = blocks * math.ceil(case.N / project.rows)
-        busy = self.table.busy(self.gpu, self.dtype, name, programs, project.warps)
-        X, C, V = case.N * case.D * size, case.N * case.M * size, 4 * case.M * case.D
-        cached = blocks * X + math.ceil(case.N / project.rows) * V
-        first = kernel(self.gpu, self.dtype, flops, X + C + V + product_bytes, cached, busy)
-        tiles = math.ceil(case.D / accumulate.rows) * math.ceil(case.M / accumulate.filters)
-        _, slices = launch.share_rows(case.N, tiles, accumulate.depth, device)
-        busy = self.table.busy(self.gpu, self.dtype, "wide, accumulate", tiles * slices, accumulate.warps)
-        cached = math.ceil(case.M / accumulate.filters) * X + math.ceil(case.D / accumulate.rows) * product_bytes
-        second = kernel(self.gpu, self.dtype, flops, X + product_bytes + slices * V, cached, busy)
-        if slices == 1:
-            return first + second
-        return first + second + kernel(self.gpu, "fp32", slices * V / 4, (slices + 1) * V)
-
-    def edges(self, case: EdgeCase) -> Work:
-        """Return the work of an EdgeConv layer: four launches and the sum of their slices."""
-        rows, size = case.B * case.P, self.stored.itemsize
-        pair = configs.wide(self.target.device, self.form, self.stored, rows)[0]
-        product, sums = pair[0].for_gathers(), pair[1].for_inputs(case.F)
-        X, C, V, L = rows * case.F * size, rows * case.M * size, 8 * case.M * case.F, 4 * rows * case.M
-        flops = 2 * rows * case.F * case.M * self.parts
-        programs = math.ceil(rows / product.rows) * math.ceil(case.M / product.filters)
-        busy = self.table.busy(self.gpu, self.dtype, "edgeconv, points", programs, product.warps)
-        first = kernel(self.gpu, self.dtype, flops, X + V + L, 0, busy)
-        # Reading P at the winners hits the cache: a cloud's part of P is small. Winners take 4 bytes, like a product.
-        second = kernel(self.gpu, self.dtype, flops, X + V + L + C + L + L, L, busy)
-        # order and start take 4 bytes each; reading t in this order hits the cache.
-        third = kernel(self.gpu, "fp32", rows * case.M, 5 * L, L)
-        tiles = math.ceil(case.F / sums.rows) * math.ceil(2 * case.M / sums.filters)
-        _, slices = launch.share_rows(rows, tiles, sums.depth, self.target.device)
-        busy = self.table.busy(self.gpu, self.dtype, "wide, accumulate", tiles * slices, sums.warps)
-        cached = math.ceil(case.F / sums.rows) * 2 * L
-        fourth = kernel(self.gpu, self.dtype, 2 * flops, X + 2 * L + slices * V, cached, busy)
-        return first + second + third + fourth + kernel(self.gpu, "fp32", slices * V / 4, (slices + 1) * V)
-
-    def lanczos_step(self, sizes: Sequence[tuple[int, int]], step: int) -> Work:
-        """Return the work of orthogonalising every layer, a launch each, and a share of the check of all layers."""
-        work = Work()
-        for filters, width in sizes:
-            work += kernel(self.gpu, "fp32", 8 * filters * width * step, 4 * filters * width * (2 * step + 3))
-        # The tridiagonal eigenproblem is a chain of divisions: about 30 sweeps, 40 clocks per step.
-        seconds = 30 * step * 40 / 1.5e9 + GAP
-        return work + Work(seconds=seconds / CHECK_EVERY, launches=1 / CHECK_EVERY, bound="latency")
+def unfused(shapes: Sequence[Shape], gpu: Gpu, kind: str) -> Time:
+    """Return the time of the best unfused form."""
+    cache, total = Cache(gpu.cache_size), Time()
+    for layer, shape in enumerate(shapes):
+        for own in operations(layer, shape, SIZES[kind]):
+            moved = cache.missed(own.touched)
+            terms = {
+                "memory": moved / gpu.memory / MEMORY_REACHED,
+                "cache": sum(size for _, size, _ in own.touched) / gpu.cache,
+                "tensor": 2 * own.multiply_adds / gpu.flops[kind] / LIBRARY_REACHED,
+            }
+            total += Time.of(terms, {"bytes": moved, "tensor": own.multiply_adds})
+    return total
 
 
-class Unfused:
-    """The reference's work on one GPU: matrix products and elementwise operations through memory."""
+def needed(shapes: Sequence[Shape], kind: str) -> float:
+    """Return the multiply-adds that S v needs: with bfloat16 rows, two products each."""
+    parts = 2 if kind == "bf16" else 1
+    return sum(parts * 2 * own.N * own.D * own.M * (2 if own.clouds else 1) for own in shapes)
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
 
-    def rows(self, case: RowsCase, dtype: str) -> Work:
-        """Return the work of ((X V^T) * C)^T X, operation by operation, in float32; 16-bit rows are converted first."""
-        X, C, V = 4 * case.N * case.D, 4 * case.N * case.M, 4 * case.M * case.D
-        flops = 2 * case.N * case.D * case.M
-        work = kernel(self.gpu, "fp32", flops, X + V + C)
-        work += kernel(self.gpu, "fp32", case.N * case.M, 3 * C)
-        work += kernel(self.gpu, "fp32", flops, C + X + V)
-        if dtype != "fp32":
-            work += kernel(self.gpu, "fp32", 0, 1.5 * X) + kernel(self.gpu, "fp32", 0, 1.5 * C)
-        return work
+def summed(times: Iterable[tuple[str, Time]]) -> Time:
+    """Return the time of all launches, one after the other."""
+    return sum((time for _, time in times), Time())
 
-    def edges(self, case: EdgeCase, dtype: str) -> Work:
-        """Return the work of `reference.edgeconv_matvec`, operation by operation."""
-        rows = case.B * case.P
-        X, L, V = 4 * rows * case.F, 4 * rows * case.M, 8 * case.M * case.F
-        flops = 2 * rows * case.F * case.M
-        work = kernel(self.gpu, "fp32", flops, X + V + L) + kernel(self.gpu, "fp32", flops, X + V + L)
-        # gather (its index is 8 bytes), add, times C, zeros, scatter, difference; then two products and their sums.
-        for moved in (4 * L, 3 * L, 3 * L, L, 5 * L, 3 * L):
-            work += kernel(self.gpu, "fp32", 0, moved)
-        work += kernel(self.gpu, "fp32", flops, X + L + case.B * V) + kernel(
-            self.gpu, "fp32", flops, X + L + case.B * V
-        )
-        if dtype != "fp32":
-            work += kernel(self.gpu, "fp32", 0, 1.5 * X) + kernel(self.gpu, "fp32", 0, 1.5 * L)
-        return work
 
-    def lanczos_step(self, sizes: Sequence[tuple[int, int]], step: int) -> Work:
-        """Return the work of `reference.krylov_extend` for every layer and a share of the check, by operation."""
-        work = Work()
-        for filters, width in sizes:
-            work += kernel(self.gpu, "fp32", 8 * filters * width * step, 4 * filters * width * (4 * step + 12))
-            work += Work(seconds=(KRYLOV_LAUNCHES - 1) * GAP, launches=KRYLOV_LAUNCHES - 1, bound="memory")
-        # A batched eigenproblem: about 9 k^3 flops per matrix in float64, at a tenth of the float32 peak.
-        seconds = 9 * step**3 * sum(filters for filters, _ in sizes) / (self.gpu.flops["fp32"] / 10)
-        launches = TRIDIAGONAL_LAUNCHES / CHECK_EVERY
-        return work + Work(seconds=seconds / CHECK_EVERY + launches * GAP, launches=launches, bound="arithmetic")
+def lanczos_step(gpu: Gpu, shapes: Sequence[Shape], step: int) -> Time:
+    """Return the time of orthogonalising every layer, a launch each, and a share of the check of all layers."""
+    total = Time()
+    for own in shapes:
+        width = own.D * (2 if own.clouds else 1)
+        moved = 4 * own.M * width * (2 * step + 3)
+        total += Time.of({"memory": moved / gpu.memory / MEMORY_REACHED}, {"bytes": moved})
+    # The tridiagonal eigenproblem is a chain of divisions: about 30 sweeps, 40 clocks per step.
+    seconds = (30 * step * 40 / gpu.clock + GAP) / CHECK_EVERY
+    return total + Time(seconds, seconds, 1 / CHECK_EVERY, Counter(latency=seconds))
+
+
+def unfused_lanczos_step(gpu: Gpu, shapes: Sequence[Shape], step: int) -> Time:
+    """Return the time of `reference.krylov_extend` for every layer and a share of the check, by operation."""
+    total = Time()
+    for own in shapes:
+        width = own.D * (2 if own.clouds else 1)
+        moved = 4 * own.M * width * (4 * step + 12)
+        once = Time.of({"memory": moved / gpu.memory / MEMORY_REACHED}, {"bytes": moved})
+        gaps = (KRYLOV_LAUNCHES - 1) * GAP
+        total += once + Time(gaps, gaps, KRYLOV_LAUNCHES - 1, Counter(memory=gaps))
+    # A batched eigenproblem: about 9 k^3 flops per matrix in float64, at a tenth of the float32 peak.
+    flops = 9 * step**3 * sum(own.M for own in shapes)
+    launches = TRIDIAGONAL_LAUNCHES / CHECK_EVERY
+    seconds = flops / (gpu.flops["fp32"] / 10) / CHECK_EVERY + launches * GAP
+    return total + Time(seconds, seconds, launches, Counter(float32=seconds))
+
+
+def eigen_phase(product: Time, step: Callable[[int], Time]) -> Time:
+    """Return the time of all steps; if the host launches more slowly than the device runs, the device waits for it."""
+    total = Time()
+    for number in range(1, STEPS + 1):
+        once = product + step(number)
+        once.fastest = max(once.fastest, once.launches * HOST_LAUNCH)
+        once.slowest = max(once.slowest, once.launches * HOST_LAUNCH)
+        total += once
+    return total
 
 
 class _Launches(TorchDispatchMode):
     """Count operations that compute something: each is at least one launch on a GPU."""
 
     VIEWS = (
-        "view",
-        "select",
-        "slice",
-        "transpose",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "t",
-        "detach",
-        "alias",
-        "as_strided",
-    )
+        "view", "select", "slice", "transpose", "unsqueeze", "squeeze", "expand", "t", "detach", "alias", "as_strided",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,76 +269,97 @@ def _tridiagonal_launches() -> int:
 KRYLOV_LAUNCHES, TRIDIAGONAL_LAUNCHES = _krylov_launches(), _tridiagonal_launches()
 
 
-def _meta_layer(case: RowsCase, stored: torch.dtype) -> Member:
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    V = empty(case.M, case.D, dtype=torch.float32)
-    return Member(empty(case.N, case.D, dtype=stored), empty(case.N, case.M, dtype=stored), V, False)
+def milliseconds(time: Time) -> str:
+    """Return both times in milliseconds."""
+    return f"{1e3 * time.fastest:.3g} to {1e3 * time.slowest:.3g}"
 
 
-NETWORK_LAYERS: dict[str, tuple[list[RowsCase], list[EdgeCase]]] = {
-    "MobileNetV1 1.0x, ImageNet, batch 32": (mobilenet_layers(FULL_WIDTHS, 32 * 112 * 112), []),
-    "DGCNN, batch 16": (NETWORKS["DGCNN embedding and head, batch 16"], list(LARGE_EDGES)),
-}
+def comparison(record: dict[str, Any]) -> str:
+    """Return a Markdown table: S v of every network before, after and unfused."""
+    head = ["network", "GPU", "rows", "before, ms", "after, ms", "unfused, ms", "bound", "work"]
+    lines = [f"| {' | '.join(head)} | before / after | unfused / after |", "|---|---|---|--:|--:|--:|---|--:|--:|--:|"]
+    for network, shapes in NETWORKS.items():
+        for name, gpu in GPUS.items():
+            for kind in SIZES:
+                before, after = (summed(fused(record[when], network, gpu, kind)) for when in ("before", "after"))
+                other = unfused(shapes, gpu, kind)
+                emitted = f"{after.work['tensor'] / needed(shapes, kind):.2f}" if after.work["tensor"] else ""
+                cells = [
+                    network, name, kind, milliseconds(before), milliseconds(after), f"{1e3 * other.fastest:.3g}",
+                    after.bound, emitted, ratios(before, after),
+                    f"{other.fastest / after.slowest:.1f} to {other.fastest / after.fastest:.1f}",
+                ]  # fmt: skip
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def predict(gpu: Gpu, dtype: str, table: Table, rows: list[RowsCase], edges: list[EdgeCase]) -> dict[str, list[Work]]:
-    """Return the fused and the unfused work by name: of every layer, of one S v, and of an eigen phase."""
-    fused, unfused = Fused(gpu, dtype, table), Unfused(gpu)
-    narrow = [case for case in rows if case.D <= 256]
-    results: dict[str, list[Work]] = {}
-    if narrow:
-        name = f"{len(narrow)} layers in one launch"
-        results[name] = [fused.narrow(narrow), sum((unfused.rows(case, dtype) for case in narrow), Work())]
-    parts = [
-        (f"N{case.N} D{case.D} M{case.M}", fused.wide(case), unfused.rows(case, dtype)) for case in rows if case.D > 256
-    ]
-    parts += [
-        (f"EdgeConv B{case.B} P{case.P} F{case.F} M{case.M}", fused.edges(case), unfused.edges(case, dtype))
-        for case in edges
-    ]
-    # Layers of the same shape share one line.
-    for name in dict.fromkeys(name for name, _, _ in parts):
-        equal = [part for part in parts if part[0] == name]
-        label = name if len(equal) == 1 else f"{len(equal)} x {name}"
-        results[label] = [sum((ours for _, ours, _ in equal), Work()), sum((theirs for _, _, theirs in equal), Work())]
-    products = [sum((pair[i] for pair in results.values()), Work()) for i in (0, 1)]
-    sizes = [(case.M, case.D) for case in rows] + [(case.M, 2 * case.F) for case in edges]
-    phase = [Work(), Work()]
-    for i, form in enumerate((fused, unfused)):
-        for step in range(1, STEPS + 1):
-            once = products[i] + form.lanczos_step(sizes, step)
-            # If the host launches kernels more slowly than the device runs them, the device waits for the host.
-            once.seconds = max(once.seconds, once.launches * HOST_LAUNCH)
-            phase[i] += once
-    return {**results, "S v of the network": products, f"eigen phase, {STEPS} steps": phase}
+def ratios(before: Time, after: Time) -> str:
+    """Return how many times faster the kernels became, under both assumptions."""
+    return _range([before.fastest / after.fastest, before.slowest / after.slowest])
 
 
-def report(table: Table, dtypes: Sequence[str]) -> str:
-    """Return the predictions as a table."""
-    head = ["GPU", "rows", "work", "GB", "Tflop", "flop/byte", "bound", "ms", "unfused ms", "ratio"]
+def conclusion(record: dict[str, Any]) -> str:
+    """Return two sentences: how much faster the kernels became, and how they stand against the unfused form."""
+    gains: dict[tuple[str, str], list[float]] = {}
+    against: dict[str, list[float]] = {}
+    for network, shapes in NETWORKS.items():
+        for name, gpu in GPUS.items():
+            for kind in SIZES:
+                before, after = (summed(fused(record[when], network, gpu, kind)) for when in ("before", "after"))
+                vendor = "NVIDIA's GPUs" if gpu.target.startswith("sm") else name
+                found = gains.setdefault((kind, vendor), [])
+                found += [before.fastest / after.fastest, before.slowest / after.slowest]
+                other = unfused(shapes, gpu, kind)
+                against.setdefault(kind, []).extend([other.fastest / after.slowest, other.fastest / after.fastest])
+    became = [f"{_range(own)} times as fast with {kind} rows on {where}" for (kind, where), own in gains.items()]
+    stand = [f"{_range(own)} times as fast with {kind} rows" for kind, own in against.items()]
+    text = (
+        f"Compared with the kernels before, S v is {', '.join(became[:-1])} and {became[-1]}. "
+        f"Compared with the best unfused form it is {' and '.join(stand)}; the lower figures are for kernels in "
+        "which nothing overlaps, the upper ones for full overlap."
+    )
+    return textwrap.fill(text, 120) + "\n"
+
+
+def _range(numbers: Sequence[float]) -> str:
+    low, high = f"{min(numbers):.1f}", f"{max(numbers):.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def details(record: dict[str, Any]) -> str:
+    """Return a table of the kernels of S v, and of an eigen phase."""
+    head = ["GPU", "rows", "kernel", "launches", "ms", "bound", "memory GB", "shared GB", "Tmul-add"]
     lines = [head]
-    for network, (rows, edges) in NETWORK_LAYERS.items():
+    for network, shapes in NETWORKS.items():
         lines.append([network, *[""] * (len(head) - 1)])
         for name, gpu in GPUS.items():
-            for dtype in dtypes:
-                for part, (ours, theirs) in predict(gpu, dtype, table, rows, edges).items():
-                    traffic = [f"{ours.bytes / 1e9:.3g}", f"{ours.flops / 1e12:.3g}", f"{ours.flops / ours.bytes:.0f}"]
-                    times = [f"{1e3 * ours.seconds:.3g}", f"{1e3 * theirs.seconds:.3g}"]
-                    ratio = f"{theirs.seconds / ours.seconds:.1f}"
-                    lines.append([name, dtype, part, *traffic, ours.bound, *times, ratio])
+            for kind in SIZES:
+                launches = fused(record["after"], network, gpu, kind)
+                parts = {kernel: summed(own for own in launches if own[0] == kernel) for kernel, _ in launches}
+                phase = eigen_phase(summed(launches), partial(lanczos_step, gpu, shapes))
+                other = eigen_phase(unfused(shapes, gpu, kind), partial(unfused_lanczos_step, gpu, shapes))
+                parts |= {f"eigen phase, {STEPS} steps": phase, "the same, unfused": other}
+                for part, time in parts.items():
+                    amounts = [time.work["bytes"] / 1e9, time.work["shared"] / 1e9, time.work["tensor"] / 1e12]
+                    numbers = [f"{amount:.3g}" if amount else "" for amount in amounts]
+                    lines.append([name, kind, part, f"{time.launches:.0f}", milliseconds(time), time.bound, *numbers])
     return text_table(lines)
+
+
+def load(path: Path = RECORD) -> dict[str, Any]:
+    """Return the record of both versions of the kernels."""
+    return json.loads(path.read_text())
 
 
 def main() -> None:
     """Print the predictions."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
-    parser.add_argument("--table", type=Path, default=TABLE, help="registers and shared memory of the compiled kernels")
-    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--record", type=Path, default=RECORD, help="what python -m benchmarks.recorded has written")
     options = parser.parse_args()
-    print("A MODEL, NOT A MEASUREMENT: every kernel reaches the peaks of the data sheets.\n")
-    print(report(Table(options.table), options.dtypes))
+    record = load(options.record)
+    print("A MODEL, NOT A MEASUREMENT.\n")
+    print(comparison(record))
+    print(details(record))
 
 
 if __name__ == "__main__":

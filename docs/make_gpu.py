@@ -1,4 +1,4 @@
-"""Write the tables of compiled kernels and models into docs/gpu.md and docs/scale.md: python docs/make_gpu.py."""
+"""Write the tables of kernels and models into docs/gpu.md, loops.md and scale.md: python docs/make_gpu.py."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 from marked import filled  # noqa: E402
 
-from benchmarks import roofline, scale  # noqa: E402
+from benchmarks import gpus, loops_table, roofline, scale  # noqa: E402
 from s3d_fast.kernels import aot  # noqa: E402
 from s3d_fast.kernels.compiled import Compiled  # noqa: E402
 
 
 def documents() -> dict[Path, str]:
-    """Return the text of both pages with up-to-date tables."""
+    """Return the text of the pages with up-to-date tables."""
     entries = json.loads((DOCS / "gpu.json").read_text())
-    table = roofline.Table(DOCS / "gpu.json")
-    model = roofline.report(table, ("fp32", "bf16"))
-    parts = {"compiled": aot.table([Compiled(**entry) for entry in entries]), "model": f"```\n{model}\n```\n"}
-    pages = {"gpu.md": parts, "scale.md": {"model": f"```\n{scale.report(table)}\n```\n"}}
+    record = roofline.load()
+    before = json.loads(loops_table.RECORD.read_text())
+    pages = {
+        "gpu.md": {
+            "compiled": aot.table([Compiled(**entry) for entry in entries]),
+            "conclusion": roofline.conclusion(record),
+            "comparison": roofline.comparison(record),
+            "constants": gpus.table(),
+            "model": f"```\n{roofline.details(record)}\n```\n",
+        },
+        "loops.md": {"loops": loops_table.tables(before, entries)},
+        "scale.md": {"model": f"```\n{scale.report(record)}\n```\n"},
+    }
     return {DOCS / name: filled(DOCS / name, parts) for name, parts in pages.items()}
 
 

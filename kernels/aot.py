@@ -31,6 +31,8 @@ EVERYTHING = (*CHECKED, "fp64", "fp32 medium", "bf16 medium", "fp16 medium")
 # The most barriers in a pass of a main loop. The sum of a bias takes two more if several warps hold its rows. Unaligned
 # rows go through registers, entry by entry, and from there to shared memory, tile by tile.
 MOST_BARRIERS, MOST_BARRIERS_BIASED, MOST_BARRIERS_UNALIGNED = 4, 6, 12
+# On B200 all warps wait before and after every product, which another unit computes.
+MOST_BARRIERS_TENSOR_MEMORY = 20
 # The most tensor-core work in a pass of a main loop, over what its tile needs.
 MOST_OVERHEAD = 1.1
 
@@ -55,6 +57,8 @@ def faults(compiled: Compiled) -> list[str]:
         most = MOST_BARRIERS_BIASED if compiled.kernel.endswith(", bias") else MOST_BARRIERS
         if compiled.kernel.endswith((", general", ", any C")):
             most = MOST_BARRIERS_UNALIGNED
+        if device.has_tensor_memory:
+            most = MOST_BARRIERS_TENSOR_MEMORY
         if compiled.loop_barriers > most:
             found.append(f"has {compiled.loop_barriers} barriers in a loop, more than {most}")
         # float64 has few tensor cores; its tiles are small, and warps repeat each other's work.
@@ -75,7 +79,7 @@ def jobs(targets: Sequence[str], kinds: Sequence[str]) -> list[Job]:
 
 
 def sample(everything: Sequence[Job]) -> list[Job]:
-    """Return the first and the last job of every kernel function for NVIDIA's GPUs, and for AMD's.
+    """Return the first and the last job of every kernel function for NVIDIA's GPUs, and for AMD's; the last for B200.
 
     With all targets and CHECKED these are float32 rows, the plain variant and the older GPU; and bfloat16 rows, the
     general variant and the newer GPU.
@@ -83,8 +87,10 @@ def sample(everything: Sequence[Job]) -> list[Job]:
     first: dict[tuple[str, str], Job] = {}
     last: dict[tuple[str, str], Job] = {}
     for job in everything:
-        key = _launch(job).kernel.__name__, TARGETS[job[0]].device.vendor
-        first.setdefault(key, job)
+        device = TARGETS[job[0]].device
+        key = _launch(job).kernel.__name__, device.family if device.has_tensor_memory else device.vendor
+        if not device.has_tensor_memory:
+            first.setdefault(key, job)
         last[key] = job
     chosen = {*first.values(), *last.values()}
     return [job for job in everything if job in chosen]

@@ -34,8 +34,8 @@ from s3d_fast.maths.incoming import Incoming
 from s3d_fast.maths.reference import EdgeTies, KrylovState, Widening
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-# With this many filters every tile has its full size; layers with few filters get smaller tiles.
-MANY_FILTERS, FEW_FILTERS = 1024, 16
+# With this many filters every tile has its full size; layers with fewer filters get smaller tiles.
+MANY_FILTERS, FEWER_FILTERS = 1024, (64, 32, 16)
 MANY_ROWS = 65536
 # Sizes that are not multiples of 16 are this much beyond one.
 ODD = 5
@@ -105,7 +105,7 @@ class CheckedLaunches:
 
     def pointwise(self, is_general: bool) -> Iterator[Launch]:
         for width in configs.WIDTHS:
-            for filters in (MANY_FILTERS, FEW_FILTERS):
+            for filters in (MANY_FILTERS, *FEWER_FILTERS):
                 found = configs.pointwise(self.device, self.form, self.stored, width, filters, not is_general)
                 for config in found[:1]:
                     layer = self.layer(width, filters, is_general)
@@ -131,6 +131,12 @@ class CheckedLaunches:
                 pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS, not is_general)[0]
                 plan = gated.wide_plan(X, coefficients, vectors, bias, self.device, self.options, pair)
             yield from plan.launches
+            for filters in FEWER_FILTERS:
+                X, C, V, bias = self.layer(width, filters, is_general)
+                vectors = self.numbers(len(V), 2 * V.shape[1])
+                coefficients = (C, C, C if is_general else None)
+                for own in configs.gated(self.device, self.form, self.stored, width, filters, not is_general)[:1]:
+                    yield from gated.plan(X, coefficients, vectors, bias, self.device, self.options, own).launches
 
     def edgeconv(self, is_general: bool) -> Iterator[Launch]:
         pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS, not is_general)[0]

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -20,7 +20,9 @@ from triton.runtime.jit import create_function_from_signature
 
 from s3d_fast.kernels import loops
 from s3d_fast.kernels.device import Device
-from s3d_fast.kernels.launch import Launch
+
+if TYPE_CHECKING:
+    from s3d_fast.kernels.launch import Launch
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ TARGETS = {
     for target in (
         Target("sm_80", "A100", GPUTarget("cuda", 80, 32), Device("nvidia", 108, 166912, True)),
         Target("sm_90", "H100", GPUTarget("cuda", 90, 32), Device("nvidia", 132, 232448, True, True)),
+        Target("sm_100", "B200", GPUTarget("cuda", 100, 32), Device("nvidia", 148, 232448, True, False, True)),
         Target("gfx942", "MI300X", GPUTarget("hip", "gfx942", 64), Device("amd", 304, 65536, True)),
     )
 }
@@ -122,8 +125,21 @@ def identity(launch: Launch, kind: str, target: Target) -> dict[str, str]:
     }
 
 
-def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
-    """Compile what a launch would run and return the resources it uses. Compiler errors are raised unchanged."""
+@dataclass(frozen=True)
+class Assembled:
+    """The code of a compiled kernel and what it takes."""
+
+    ttgir: str
+    ptx: str  # empty on AMD
+    listing: str  # of the machine code
+    registers: int
+    shared_memory: int
+    spills: int
+    log: str  # of the assembler
+
+
+def assemble(launch: Launch, target: Target) -> Assembled:
+    """Compile what a launch would run. Compiler errors are raised unchanged."""
     seen = specialize(launch, target)
     ast = ASTSource(launch.kernel, seen.signature, seen.constants, seen.attributes)
     log = io.StringIO()
@@ -135,24 +151,31 @@ def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
         kernel = triton.compile(ast, target=target.compiler, options=options)
     read = _read_nvidia if target.compiler.backend == "cuda" else _read_amd
     registers, spills, listing = read(kernel.asm)
+    asm, shared = kernel.asm, kernel.metadata.shared
+    return Assembled(asm["ttgir"], asm.get("ptx", ""), listing, registers, shared, spills, log.getvalue())
+
+
+def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
+    """Compile what a launch would run and return the resources it uses. Compiler errors are raised unchanged."""
+    code = assemble(launch, target)
     if target.compiler.backend == "cuda":
-        found = loops.ptx_loops(kernel.asm["ptx"], launch.warps)
-        listed = loops.sass_loops(listing)
+        found = loops.ptx_loops(code.ptx, launch.warps)
+        listed = loops.sass_loops(code.listing)
     else:
-        found = listed = loops.amd_loops(listing, launch.warps)
+        found = listed = loops.amd_loops(code.listing, launch.warps)
     return Compiled(
         **identity(launch, kind, target),
-        registers=registers,
-        shared_memory=kernel.metadata.shared,
-        spills=spills,
-        tensor_core=len(re.findall(loops.TENSOR_CORE, listing)),
-        instructions=len(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?[@A-Za-z][\w.@!]*\s.*", listing, re.M)),
+        registers=code.registers,
+        shared_memory=code.shared_memory,
+        spills=code.spills,
+        tensor_core=len(re.findall(loops.TENSOR_CORE, code.listing)),
+        instructions=len(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?[@A-Za-z][\w.@!]*\s.*", code.listing, re.M)),
         loop_instructions=sum(loop.instructions for loop in listed),
         loop_barriers=max((loop.barriers for loop in found), default=0),
         multiplies=bool(launch.work),
         overhead=round(loops.overhead(found, launch.work), 3),
-        serialized="wgmma.mma_async instructions are serialized" in log.getvalue(),
-        unwaited=bool(loops.unwaited_reads(kernel.asm["ttgir"])),
+        serialized="wgmma.mma_async instructions are serialized" in code.log,
+        unwaited=bool(loops.unwaited_reads(code.ttgir)),
     )
 
 

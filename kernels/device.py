@@ -21,10 +21,13 @@ class Device:
     shared_memory: int  # bytes available to one program
     has_tf32: bool  # whether its tensor cores support TF32
     has_wgmma: bool = False  # whether four warps multiply together, from shared memory (H100)
+    has_tensor_memory: bool = False  # whether tensor cores sum in a memory of their own (B200)
 
     @property
     def family(self) -> str:
         """The name of the GPU's tables of configurations."""
+        if self.has_tensor_memory:
+            return "blackwell"
         return "hopper" if self.has_wgmma else self.vendor
 
 
@@ -44,4 +47,5 @@ def _describe_gpu(index: int) -> Device:
         is_cdna3 = properties.gcnArchName.startswith("gfx942")
         return Device("amd", properties.multi_processor_count, 65536, is_cdna3)
     shared = getattr(properties, "shared_memory_per_block_optin", 101376)
-    return Device("nvidia", properties.multi_processor_count, shared, properties.major >= 8, properties.major == 9)
+    major = properties.major
+    return Device("nvidia", properties.multi_processor_count, shared, major >= 8, major == 9, major == 10)

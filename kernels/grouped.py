@@ -334,8 +334,9 @@ def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: Grou
     blocks = [
         triton.cdiv(V.numel() // V.shape[-1], config.tiles[width][1]) for V, width in zip(vectors, widths, strict=True)
     ]
-    # A row of a tile costs width x filters multiplications, and all tiles get about the same work. The number of tiles
-    # per program is the one that leaves the fewest programs idle in the last round.
+    # A row of a tile costs width x filters multiplications, and all tiles get about the same work. Every slice writes
+    # sums of its own, so we take the smallest number of tiles per program that leaves few programs idle in the last
+    # round.
     costs = [WIDTHS[width] * config.tiles[width][1] for width in widths]
     programs = config.per_processor * device.processors
     work = sum(len(layer.X) * n * cost for layer, n, cost in zip(layers, blocks, costs, strict=True)) / programs
@@ -353,10 +354,9 @@ def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: Grou
             n * triton.cdiv(len(layer.X), rows) for layer, n, rows in zip(layers, blocks, per_slice, strict=True)
         )
 
-    shares = max(
-        (slice_rows(per_program) for per_program in TILES_PER_PROGRAM),
-        key=lambda per_slice: launch.fullness(count_tiles(per_slice), programs),
-    )
+    choices = [slice_rows(per_program) for per_program in TILES_PER_PROGRAM]
+    full = [launch.fullness(count_tiles(per_slice), programs) for per_slice in choices]
+    shares = choices[next((i for i, own in enumerate(full) if own >= launch.FULL_ENOUGH), full.index(max(full)))]
     rows, offsets = [], []
     tiles = sums = splits = partial = planes = out = 0
     for layer, V, width, n_blocks, per_slice in zip(layers, vectors, widths, blocks, shares, strict=True):

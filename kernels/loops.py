@@ -30,7 +30,7 @@ class Loop:
 def ptx_loops(text: str, warps: int) -> list[Loop]:
     """Return the loops of PTX."""
     found = []
-    for body in _innermost(text.splitlines(), r"^(\$?\w+):", r"\bbra(?:\.uni)?\s+(\$?\w+);"):
+    for body in innermost(text.splitlines(), r"^(\$?\w+):", r"\bbra(?:\.uni)?\s+(\$?\w+);"):
         matches = [match for line in body if (match := _PTX_MMA.search(line))]
         # A warp issues mma together, four warps wgmma.
         groups = [warps // 4 if match[1].startswith("wgmma") else warps for match in matches]
@@ -44,7 +44,7 @@ def ptx_loops(text: str, warps: int) -> list[Loop]:
 
 def sass_loops(text: str) -> list[Loop]:
     """Return the loops of a listing by nvdisasm; their tensor-core work is not in it."""
-    bodies = _innermost(text.splitlines(), r"^(\.L_x_\d+):", r"\bBRA(?:\.\w+)*\s.*?`\((\.L_x_\d+)\)")
+    bodies = innermost(text.splitlines(), r"^(\.L_x_\d+):", r"\bBRA(?:\.\w+)*\s.*?`\((\.L_x_\d+)\)")
     return _main(
         [
             Loop(
@@ -61,7 +61,7 @@ def sass_loops(text: str) -> list[Loop]:
 def amd_loops(text: str, warps: int) -> list[Loop]:
     """Return the loops of AMD's assembly."""
     found = []
-    for body in _innermost(text.splitlines(), r"^(\.LBB\w+):", r"\bs_c?branch\w*\s+(\.LBB\w+)"):
+    for body in innermost(text.splitlines(), r"^(\.LBB\w+):", r"\bs_c?branch\w*\s+(\.LBB\w+)"):
         matches = [match for line in body if (match := _AMD_MFMA.search(line))]
         work = sum(warps * int(match[1]) * int(match[2]) * int(match[3]) * int(match[4] or 1) for match in matches)
         instructions = _count(body, r"^\s+[a-z]\w+")
@@ -69,7 +69,7 @@ def amd_loops(text: str, warps: int) -> list[Loop]:
     return _main(found)
 
 
-def _innermost(lines: Sequence[str], label: str, branch: str) -> Iterator[list[str]]:
+def innermost(lines: Sequence[str], label: str, branch: str) -> Iterator[list[str]]:
     """Yield the lines of every loop that contains no other."""
     labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(label, line))}
     ends: dict[int, int] = {}

@@ -28,6 +28,8 @@ from s3d_fast.kernels.compiled import TARGETS, Target
 from s3d_fast.kernels.ptx.execute import Launch, execute
 from s3d_fast.kernels.ptx.findings import Finding
 
+# Targets whose instructions the simulator knows.
+SIMULATED = ("sm_80", "sm_90")
 # Few, so that programs have several tiles even in small tests.
 PROCESSORS = 2
 
@@ -79,12 +81,12 @@ def simulated(
         edit: a function of a kernel's name and PTX that returns the PTX to execute instead.
 
     Raises:
-        ValueError: the target has no PTX.
+        ValueError: the simulator does not know the target.
         RuntimeError: Triton's kernels are interpreted.
     """
-    gpu = TARGETS.get(target)
-    if gpu is None or gpu.compiler.backend != "cuda":
+    if target not in SIMULATED:
         raise ValueError(f"target must be 'sm_80' or 'sm_90', got {target!r}")
+    gpu = TARGETS[target]
     if device.INTERPRETED:
         raise RuntimeError("Triton's kernels are interpreted: unset TRITON_INTERPRET before Python starts")
     report = Report()

@@ -72,8 +72,9 @@ def test_the_code_of_a_kernel_can_be_edited(compiled: Callable[..., list[str]]) 
     assert all("fused_kernel, PTX line" in line for line in found)
 
 
-def test_targets_without_ptx_and_interpreted_kernels_are_refused() -> None:
-    with pytest.raises(ValueError, match="'sm_80' or 'sm_90', got 'gfx942'"), simulated("gfx942"):
-        pass
+def test_targets_that_it_does_not_know_and_interpreted_kernels_are_refused() -> None:
+    for target in ("gfx942", "sm_100"):
+        with pytest.raises(ValueError, match=f"'sm_80' or 'sm_90', got '{target}'"), simulated(target):
+            pass
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"), simulated("sm_80"):
         pass
