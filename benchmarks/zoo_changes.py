@@ -1,9 +1,9 @@
 """Prunes public models and adds new filters to them: `python -m benchmarks.zoo_changes [NAME ...]` prints a table.
 
 For every model, in float64 with random weights, of all units together: is the network without every third neuron the
-one in which consumers read zeros from them (and another than before); is it the same with new filters that are read with weight 0; do parameters
-and MACs change as the plan says; does the optimizer's state fit, and does a step of training run? The libraries of
-`benchmarks.zoo` are used where they are installed.
+one in which consumers read zeros from them, and another than before; is it the same with new filters that are read with
+weight 0; do parameters and MACs change as the plan says; does the optimizer's state fit, and does a step of training
+run? The libraries of `benchmarks.zoo` are used where they are installed.
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ from s3d_fast.commands.parsing import Parser, read_options
 from s3d_fast.commands.sweep import run_sweep, swept
 from s3d_fast.integrations.loggers import TensorBoardLogger
 from s3d_fast.recipes.job import Job
-from s3d_fast.recipes.methods import METHODS
+from s3d_fast.recipes.methods import METHODS, as_method
 from s3d_fast.recipes.running import run
 from s3d_fast.records.json_records import mapping
 from s3d_fast.records.record import Phase
+from s3d_fast.records.run import training_compute
 from s3d_fast.records.run_folder import RunFolder
 
 LIKE = (
@@ -242,6 +243,14 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, seed: int, out: P
     if not world.is_first:
         return
     print(text_table(_table(history)))
+    if METHODS[options.method].kind == "grow" and len(history) <= recipe.steps:
+        print(
+            f"Growth ended after phase {history[-1].index} of {recipe.steps}: nothing gains, or nothing that gains "
+            "fits into what the step may cost."
+        )
+    compute = training_compute(report.read_run(out))
+    if compute and compute[-1] is not None:
+        print(f"Training took {compute[-1]:.3e} MACs x samples: multiply-accumulates of a forward pass times samples.")
     if not options.no_report:
         print(f"Written: {report.write_report(out)}")
 
@@ -283,8 +292,7 @@ def _recipe(options: argparse.Namespace) -> recipes.Recipe:
     ):
         if name in given and not matters:
             raise ValueError(f"--{name.replace('_', '-')} has no effect without {where}")
-    # Record the values that these methods use.
-    return recipe.with_settings({"m": 2, "c": 1.0}) if options.method in ("s2d", "net2net") else recipe
+    return as_method(recipe, options.method, given)
 
 
 def _table(history: list[Phase]) -> list[list[str]]:

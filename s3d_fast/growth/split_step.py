@@ -98,7 +98,9 @@ class SplitStep:
             if name not in graph.units:
                 raise ValueError(f"units: {name!r} is not a unit of the model, which has {', '.join(graph.units)}")
         first = self._selection(0, graph)
-        select({}, graph, **first)
+        # Without candidates nothing can be removed, as a budget below 0 asks for.
+        is_below = self.removals and (first.get("budget") or 0) < 0
+        select({}, graph, **({**first, "budget": 0.0} if is_below else first))
         if self.rows_per_sample is not None:
             Sampling(self.rows_per_sample)
         extremal_eigenpairs([], **{**self.solver, "tol": COARSEST if self._tol is None else self._tol})

@@ -149,6 +149,12 @@ def pruning(job: Job) -> Grower:
     units = [name for name in graph.units if recipe.may_split(name)]
     full, steps = costs.count(graph).macs, recipe.steps
 
+    # MorphNet prunes further in all steps but the last, which widens all layers.
+    lowest = recipe.prune_to * (prune_plans.MORPHNET_SHARE if job.method == "morphnet" and steps > 1 else 1.0)
+    if steps:
+        # The agent of AMC keeps a share of every layer in each step.
+        prune_plans.require_reachable(graph, units, lowest, amc.LEAST**steps if job.method == "amc" else 0.0)
+
     def target(step: int) -> float:
         return prune_plans.target_macs(full, recipe.prune_to, step, steps)
 
@@ -160,11 +166,9 @@ def pruning(job: Job) -> Grower:
         batches = list(grower.batches(phase)) if callable(grower.batches) else grower.batches
         if job.method == "amc":
             return amc.searched_plan(model, graph, units, target(phase), loss, batches, job.world)
-        # MorphNet: the last step widens all layers.
         if phase + 1 == steps and steps > 1:
             return prune_plans.expansion_plan(model, graph, units, target(phase), loss, batches)
-        share = prune_plans.MORPHNET_SHARE * recipe.prune_to if steps > 1 else recipe.prune_to
-        budget = prune_plans.target_macs(full, share, phase, max(1, steps - 1))
+        budget = prune_plans.target_macs(full, lowest, phase, max(1, steps - 1))
         return prune_plans.scale_plan(model, graph, units, budget, per_cost=True)
 
     is_penalised = job.method in ("bn", "morphnet")

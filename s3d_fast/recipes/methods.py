@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from s3d_fast.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ def _adding(kind: str) -> dict[str, Any]:
     return {"splits": False, "new_filters": {"kind": kind}}
 
 
+# What regrow does if it is not told: the factor of MACs per step, and a step that is large enough for removals to pay.
+# By a step of 0.01 a split or a new filter gains so little that nothing would ever be removed for it.
+REGROW: dict[str, Any] = {"growth": 1.5, "eps": "relative:0.3"}
+
 METHODS: dict[str, Method] = {
     "s3d": Method("signed splits along eigenvectors, with the recipe's m and c", "grow"),
     "s2d": Method("positive splits along eigenvectors, with c = 1", "grow"),
@@ -35,7 +41,8 @@ METHODS: dict[str, Method] = {
     "firefly": Method("the best of many new filters, improved by gradient ascent", "grow", _adding("firefly")),
     "gradmax": Method("new filters along singular vectors of the gradient", "grow", _adding("gradmax")),
     "regrow": Method(
-        "splits and new filters, paid for by the removal of neurons that matter least",
+        "splits and new filters, paid for by the removal of neurons that matter least; by default steps of 1.5 times "
+        "the MACs, and eps relative:0.3",
         "grow",
         {"new_filters": {"kind": "random"}, "removals": True},
     ),
@@ -49,3 +56,19 @@ METHODS: dict[str, Method] = {
     "uniform": Method("networks of the same sizes, all layers widened by one factor, trained from scratch", "train"),
     "scratch": Method("the grown networks of the run --like, trained from scratch", "train"),
 }
+
+
+def as_method(recipe: Recipe, method: str, given: Collection[str] = ()) -> Recipe:
+    """Return a recipe with the settings that a method has of its own, so that a run records what it used.
+
+    Args:
+        recipe: with the settings of its user.
+        method: one of `METHODS`.
+        given: the settings that the user has given, which stay.
+    """
+    if method in ("s2d", "net2net"):
+        return recipe.with_settings({"m": 2, "c": 1.0})
+    if method != "regrow":
+        return recipe
+    own = {} if "eps" in given else {"eps": REGROW["eps"]}
+    return recipe.with_settings(own if recipe.has_budget else {**own, "growth": REGROW["growth"]})

@@ -14,7 +14,7 @@ from s3d_fast.network import costs
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes import RECIPES, baselines, preset_for, recipe
 from s3d_fast.recipes.job import make_network
-from s3d_fast.recipes.methods import METHODS
+from s3d_fast.recipes.methods import METHODS, as_method
 from s3d_fast.recipes.recipe import Recipe
 
 # The column of forward times; the paper's are of its own GPU.
@@ -120,8 +120,8 @@ def recipe_of(table: Table, row: Row, preset: str, settings: Mapping[str, Any] |
     name = row.recipe or table.recipe
     # Networks that the paper only compares with have no preset of that name.
     made = recipe(name, preset if preset in RECIPES[name] else preset_for(name, has_gpu=True))
-    made = made.with_settings({**(settings or {}), **row.settings})
-    return made.with_settings({"m": 2, "c": 1.0}) if row.method in ("s2d", "net2net") else made
+    given = {**(settings or {}), **row.settings}
+    return as_method(made.with_settings(given), row.method, given)
 
 
 def folder_of(row: Row) -> str:

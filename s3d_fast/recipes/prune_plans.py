@@ -19,11 +19,25 @@ Loss = Callable[[Any, Any], Tensor]
 
 # MorphNet prunes to this share of its budget before it widens all layers.
 MORPHNET_SHARE = 0.6
+# Neurons of every unit that stay.
+KEPT = 2
 
 
 def target_macs(full: int, share: float, step: int, steps: int) -> float:
     """Return the MACs after a step, if every one of `steps` steps removes the same share until `share` is left."""
     return full * share ** ((step + 1) / steps)
+
+
+def require_reachable(graph: Graph, units: Sequence[str], share: float, kept: float = 0.0) -> None:
+    """Raise ValueError if not even two neurons of every unit, or a share of it, have so small a share of the MACs."""
+    widths = graph.widths()
+    least = {name: min(widths[name], max(KEPT, round(kept * widths[name]))) for name in units}
+    full, reached = costs.count(graph).macs, costs.count(graph, least).macs
+    if reached > share * full:
+        raise ValueError(
+            f"prune_to is too small: with the fewest neurons that stay in every layer, {KEPT} or more, the network "
+            f"still has {reached} of {full} MACs, a share of {reached / full:.3g}, and the method would prune to {share:.3g}"
+        )
 
 
 def norm_plan(model: nn.Module, graph: Graph, units: Sequence[str], budget: float) -> SplitPlan:

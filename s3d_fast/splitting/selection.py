@@ -253,7 +253,10 @@ def _within_budget(
     require.number("budget", budget)
     can_shrink = bool((candidates.copies == 0).any())
     if budget < 0 and not can_shrink:
-        raise ValueError(f"budget must be a finite number >= 0, got {budget!r}")
+        raise ValueError(
+            "budget must be a finite number >= 0 where no neuron can be removed (two of every unit stay), got "
+            f"{budget!r}"
+        )
     names = candidates.units
     prices = _prices(graph, cost)
     if (budget == 0 and not can_shrink) or len(candidates.gain) == 0:

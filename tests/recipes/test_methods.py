@@ -17,7 +17,7 @@ from s3d_fast.network import costs
 from s3d_fast.network.tracing import trace
 from s3d_fast.recipes.from_scratch import Training, training_lengths
 from s3d_fast.recipes.job import Job, make_network
-from s3d_fast.recipes.methods import METHODS
+from s3d_fast.recipes.methods import METHODS, as_method
 from s3d_fast.recipes.running import run
 from s3d_fast.records.record import Phase
 from s3d_fast.records.run import read_run, training_compute
@@ -223,3 +223,37 @@ def test_growth_by_a_factor(cost: str) -> None:
     history = run(job("s3d", None, growth=1.3, cost=cost))
     for before, after in pairwise(history):
         assert getattr(before, cost) < getattr(after, cost) <= 1.3 * getattr(before, cost)
+
+
+@pytest.mark.parametrize("method", ["l1", "bn", "amc", "morphnet"])
+def test_a_share_that_cannot_be_reached_is_refused_before_training(method: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="prune_to is too small"):
+        run(job(method, tmp_path / "run", prune_to=0.001))
+    assert not (tmp_path / "run").exists()
+
+
+def test_regrow_may_have_to_shrink_first() -> None:
+    seed = count_macs((4, 4, 4))
+    history = run(job("regrow", None, widths=(4, 4, 4), macs=(int(0.7 * seed), int(1.4 * seed)), eps="relative:0.3"))
+    assert history[0].macs == seed
+    assert history[0].removed > 0
+    assert history[1].macs <= 0.7 * seed < history[2].macs <= 1.4 * seed
+    with pytest.raises(ValueError, match="budget"):
+        run(job("regrow", None, macs=(10, 10)))
+
+
+def count_macs(widths: tuple[int, ...]) -> int:
+    return costs.count(trace(make_network(replace(SMALL, widths=widths), 10), torch.zeros(2, *DATA.input_shape))).macs
+
+
+def test_settings_of_methods() -> None:
+    assert as_method(SMALL, "s3d") is SMALL
+    s2d = as_method(SMALL, "s2d")
+    assert (s2d.m, s2d.c) == (2, 1.0)
+    regrow = as_method(SMALL, "regrow")
+    assert (regrow.growth, regrow.fraction, regrow.eps) == (1.5, None, "relative:0.3")
+    own = as_method(SMALL.with_settings({"params": (500, 900), "eps": 0.1}), "regrow", ("params", "eps"))
+    assert (own.growth, own.params, own.eps) == (None, (500, 900), 0.1)
+    history = run(Job(regrow, DATA, method="regrow"))
+    for before, after in pairwise(history):
+        assert before.macs < after.macs <= 1.5 * before.macs
