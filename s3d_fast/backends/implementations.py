@@ -5,6 +5,7 @@ On a CPU the kernels of csrc/ take precedence, where the extension is there.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,9 @@ def kernel(name: str, choose: Callable[[torch.device], Backend]) -> Callable[...
     implementation, check = IMPLEMENTATIONS[name], fakes.FAKES[name]
 
     def call(*arguments: Any) -> Any:
+        for tensor in itertools.chain.from_iterable(a if isinstance(a, list | tuple) else (a,) for a in arguments):
+            if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+                raise NotImplementedError(f"s3d_fast::{name} takes strided tensors, got {tensor.layout}")
         check(*arguments)
         first = arguments[0]
         device = (first if isinstance(first, Tensor) else first[0]).device
