@@ -10,7 +10,7 @@ from benchmarks.results import growing, small_images
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.growing import Growing, scratch, uniform
 
-RATES = (0.05, 0.1, 0.2)
+RATES = (0.1, 0.2, 0.4)
 SEEDS = 12
 
 

@@ -38,7 +38,8 @@ class Experiment:
         key: its letter, which also names its file, docs/results/KEY.json.
         title: what it asks.
         runs: returns its runs; within a rank, the most important first.
-        perform: performs a run on the loaded data; gets the records that it needs by the names in `Run.needs`.
+        perform: performs a run on the loaded data; gets the records that it needs by the names in `Run.needs`. This and
+            `load` run in other processes, so they must be functions of a module.
         about: what holds for all runs, such as sizes of data and budgets; kept in the file.
         data: "cifar100" or "modelnet40", the option that names the file of its data; None if it needs none.
         load: loads the data, once in every worker.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
 
 import torch
 
-from benchmarks.results.experiment import Experiment, Record, Run
+from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.store import Store
 
 # In a worker: the data of every experiment that it has performed runs of.
@@ -44,7 +44,8 @@ def perform_all(
                 experiment, run = queue.pop(ready)
                 records = {name: _record(name, experiment, stores) for name in run.needs}
                 path = None if experiment.data is None else paths[experiment.data]
-                under_way[pool.submit(_perform, experiment.key, run, records, path)] = (experiment, run)
+                work = pool.submit(_perform, experiment.key, experiment.perform, experiment.load, run, records, path)
+                under_way[work] = (experiment, run)
             if not under_way:
                 for experiment, run in queue:
                     print(f"{experiment.key}: {run.name}: not begun, since what it needs is not there: {run.needs}")
@@ -81,17 +82,21 @@ def _record(name: str, experiment: Experiment, stores: Mapping[str, Store]) -> R
     return stores[key].records.get(own) if slash else stores[experiment.key].records.get(name)
 
 
-def _perform(key: str, run: Run, records: dict[str, Record], path: str | None) -> tuple[Record, str]:
+def _perform(
+    key: str,
+    perform: Callable[[Run, Records, Any], Record],
+    load: Callable[[str], Any] | None,
+    run: Run,
+    records: Records,
+    path: str | None,
+) -> tuple[Record, str]:
     """Perform one run in a worker; return its record, or the text of an error."""
-    # Imported here: this module is loaded while the list of experiments is made.
-    from benchmarks.results.experiments import EXPERIMENTS
-
-    experiment = EXPERIMENTS[key]
     try:
         if key not in _loaded:
-            _loaded[key] = experiment.load(str(path)) if experiment.load is not None else None
+            _loaded[key] = load(str(path)) if load is not None else None
         began = time.process_time()
-        record = experiment.perform(run, records, _loaded[key])
+        record = perform(run, records, _loaded[key])
         return {**record, "seconds": round(time.process_time() - began, 2)}, ""
-    except Exception:  # the worker goes on with other runs; the error is printed, and the call fails in the end
+    except Exception:
+        # The worker goes on with other runs; the error is printed, and the call fails in the end.
         return {}, traceback.format_exc()
