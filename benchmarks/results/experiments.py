@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.results import equal_compute
+from benchmarks.results import convergence, equal_compute, shapes
 from benchmarks.results.experiment import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = {experiment.key: experiment for experiment in (equal_compute.EXPERIMENT,)}
+_EVERY = (
+    equal_compute.EXPERIMENT,
+    shapes.EXPERIMENT,
+    convergence.EXPERIMENT,
+)
+EXPERIMENTS: dict[str, Experiment] = {experiment.key: experiment for experiment in _EVERY}
