@@ -125,7 +125,7 @@ def test_a_file_holds_one_run_a_line_and_no_other_conditions(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="delete the file"):
         Store(other, tmp_path)
     # A number that JSON does not have is never written.
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="JSON"):
         store.add(Run("c", {}), {"value": math.nan})
     assert (tmp_path / "T.json").read_text() == text
 

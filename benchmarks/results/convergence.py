@@ -13,8 +13,8 @@ from torch import nn
 
 import s3d_fast as s3d
 from benchmarks.results import small_images
-from benchmarks.results.equal_compute import NEW, name, selected
 from benchmarks.results.experiment import Experiment, Record, Records, Run
+from benchmarks.results.methods import NEW, name, selected
 from benchmarks.results.small_images import Batch, Images, evaluate
 from s3d_fast.recipes.baselines import random_plan
 

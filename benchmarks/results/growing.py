@@ -34,18 +34,18 @@ def uniform(width: int) -> tuple[int, ...]:
     return (FIRST, *[width] * (LAYERS - 1))
 
 
-def macs_of(widths: Sequence[int]) -> int:
-    """Return the multiply-accumulates of a forward pass."""
-    return s3d.count(s3d.trace(network(widths, 0), torch.zeros(2, 3, 16, 16))).macs
-
-
 # Filters in a block when growth ends, if all layers grow alike.
 LAST = round(FIRST * (1 + MORE) ** STEPS)
 
 
-def doubling(macs: int) -> tuple[int, ...]:
-    """Return widths that double at every stride, at about these MACs."""
-    return (FIRST, *scaled_widths((8, 16, 16, 32), macs, lambda blocks: macs_of((FIRST, *blocks)), largest=20.0))
+def doubling(like: Sequence[int]) -> tuple[int, ...]:
+    """Return widths that double at every stride, with about the MACs of other widths."""
+    graph = s3d.trace(network(uniform(FIRST), 0), torch.zeros(2, 3, 16, 16))
+
+    def macs(widths: Sequence[int]) -> int:
+        return s3d.count(graph, dict(zip(graph.units, widths, strict=True))).macs
+
+    return (FIRST, *scaled_widths((8, 16, 16, 32), macs(like), lambda blocks: macs((FIRST, *blocks)), largest=20.0))
 
 
 def scratch(settings: Options, widths: Sequence[int], images: Images, samples: int | None = None) -> Record:

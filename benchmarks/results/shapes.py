@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.results import equal_compute, growing, small_images
-from benchmarks.results.equal_compute import NEW, RATES, selected
 from benchmarks.results.experiment import Experiment, Record, Records, Run
-from benchmarks.results.growing import Growing, doubling, macs_of, scratch, uniform
+from benchmarks.results.growing import Growing, doubling, scratch, uniform
+from benchmarks.results.methods import NEW, RATES, name, selected
 
 SEEDS = 12
 # The learning rate of the networks that find shapes.
@@ -41,7 +41,7 @@ def runs() -> list[Run]:
             for rate in RATES:
                 needs = (f"find {kind}, seed {seed}",) if kind in FINDERS else ()
                 settings = {"row": kind, "lr": rate, "seed": seed}
-                found.append(Run(equal_compute.name(kind, rate, seed), settings, rank=seed, needs=needs))
+                found.append(Run(name(kind, rate, seed), settings, rank=seed, needs=needs))
     return found
 
 
@@ -54,7 +54,7 @@ def perform(run: Run, records: Records, images: small_images.Images) -> Record:
         (found,) = records.values()
         return scratch(run.settings, found["widths"], images)
     widths = uniform(growing.LAST)
-    return scratch(run.settings, widths if row == "uniform" else doubling(macs_of(widths)), images)
+    return scratch(run.settings, widths if row == "uniform" else doubling(widths), images)
 
 
 EXPERIMENT = Experiment(
