@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.results import page
+from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.experiments import EXPERIMENTS
 from benchmarks.results.queue import perform_all, waiting
@@ -62,6 +63,40 @@ def test_values_are_found_by_row_rate_and_seed() -> None:
     }
     found = by_rate_and_seed(records, lambda record: record["accuracy"])
     assert found == {"a": {0.1: {0: 0.0}, 0.2: {0: 1.0}}, "b": {0.1: {3: 2.0}}}
+
+
+def record(row: str, rate: float, seed: int, value: float) -> tuple[str, Record]:
+    return f"{row} {rate} {seed}", {"settings": {"row": row, "lr": rate, "seed": seed}, "value": value}
+
+
+def test_rows_compare_at_their_best_rates_on_complete_seeds() -> None:
+    grown = [record("a", 0.1, 0, 5.0), record("a", 0.2, 0, 7.0), record("a", 0.1, 1, 6.0), record("a", 0.2, 1, 7.0)]
+    other = [record("b", 0.1, 0, 4.0), record("b", 0.2, 0, 3.0), record("b", 0.1, 1, 5.0), record("b", 0.2, 1, 1.0)]
+    # Seed 2 is not complete: one rate of one row is missing.
+    partial = [record("a", 0.1, 2, 99.0), record("a", 0.2, 2, 0.0), record("b", 0.1, 2, 50.0)]
+    records = dict([*grown, *other, *partial])
+    found = Comparison.of(records, ["a", "b"], [0.1, 0.2], lambda one: one["value"])
+    assert found.seeds == (0, 1)
+    assert (found.rate("a"), found.rate("b")) == (0.2, 0.1)
+    assert found.minus("a", "b").mean == 2.5
+    assert [one["value"] for one in found.of_row("b")] == [4.0, 5.0]
+    lower = Comparison.of(records, ["a", "b"], [0.1, 0.2], lambda one: one["value"], lower=True)
+    assert (lower.rate("a"), lower.rate("b")) == (0.1, 0.2)
+    with pytest.raises(ValueError, match="no seed"):
+        Comparison.of(records, ["a", "c"], [0.1], lambda one: one["value"])
+
+
+def test_a_page_is_filled_by_parts_and_values(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("A <!-- x -->old<!-- end --> b.\n\n<!-- T -->\nold\n<!-- end -->\n| <!-- y -->0<!-- end --> |\n")
+    text = page.filled(path, {"T": "| new |\n"}, {"x": "1.5", "y": "+2"})
+    assert text == (
+        "A <!-- x -->1.5<!-- end --> b.\n\n<!-- T -->\n| new |\n<!-- end -->\n| <!-- y -->+2<!-- end --> |\n"
+    )
+    with pytest.raises(ValueError, match="no place for 'U'"):
+        page.filled(path, {"U": ""}, {"x": "", "y": ""})
+    with pytest.raises(ValueError, match="asks for 'y'"):
+        page.filled(path, {}, {"x": ""})
 
 
 def test_a_table_of_markdown() -> None:

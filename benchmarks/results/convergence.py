@@ -13,10 +13,15 @@ from torch import nn
 
 import s3d_fast as s3d
 from benchmarks.results import small_images
+from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.methods import NEW, name, selected
 from benchmarks.results.small_images import Batch, Images, evaluate
+from benchmarks.results.statistics import interval
+from benchmarks.results.tables import table
 from s3d_fast.recipes.baselines import random_plan
+from s3d_fast.report import scales
+from s3d_fast.report.plot import Line, Mark, Plot, Point, Style
 
 RATES = (0.003, 0.01, 0.03)
 SEEDS = 8
@@ -147,6 +152,75 @@ def load(path: str) -> Images:
     return small_images.load(path, train=IMAGES)
 
 
+def compared(records: Records) -> Comparison:
+    """Return the training losses after the last phase, on the seeds that are complete."""
+    return Comparison.of(records, list(ROWS), RATES, lambda record: record["phases"][-1]["train_loss"], lower=True)
+
+
+def parts(records: Records) -> dict[str, str]:
+    """Return the tables of docs/results.md."""
+    found = compared(records)
+    rows = [["method", "training loss", "minus S2D", "test accuracy (%)", "learning rate", "loss falls at the end by"]]
+    for key in sorted(ROWS, key=lambda key: found.mean(key).mean):
+        own = found.of_row(key)
+        rows.append(
+            [
+                TITLES[key],
+                str(found.mean(key)),
+                "" if key == "s2d" else found.minus(key, "s2d").signed,
+                str(interval({place: one["phases"][-1]["accuracy"] for place, one in enumerate(own)})),
+                f"{found.rate(key):g}",
+                f"{statistics.median(phase['falls'] for one in own for phase in one['phases']):.2%}",
+            ]
+        )
+    shares = [["method", *(f"step {step + 1}" for step in range(STEPS)), "first step: promised", "measured"]]
+    for key in ("s3d", "s3d c3", "s3d m3 c3", "s2d"):
+        # All learning rates: the share of signed splits does not depend on which is best.
+        every = [found.records[key, rate, seed]["phases"] for rate in RATES for seed in found.seeds]
+        cells = []
+        for step in range(STEPS):
+            signed, splits = (sum(phases[step].get(kind, 0) for phases in every) for kind in ("signed", "splits"))
+            cells.append(f"{signed / splits:.0%} of {splits}")
+        first = [phases[0] for phases in every if "promised" in phases[0]]
+        cells += [f"{statistics.median(one[kind] for one in first):.2g}" for kind in ("promised", "measured")]
+        shares.append([TITLES[key], *cells])
+    return {"E: losses": table(rows), "E: signed": table(shares)}
+
+
+def values(records: Records) -> dict[str, str]:
+    """Return differences for sentences: "E: s3d - s2d"."""
+    found = compared(records)
+    texts = {f"E: {key} - s2d": found.minus(key, "s2d").signed for key in ROWS if key != "s2d"}
+    return texts | {"E: seeds": str(len(found.seeds))}
+
+
+def figures(records: Records) -> dict[str, str]:
+    """Return the training loss after every phase."""
+    found = compared(records)
+    lines: list[Mark] = []
+    heights = []
+    for key, colour in zip(ROWS, ("blue", "sky", "orange", "pink", "grey", "green"), strict=True):
+        points = []
+        for phase in range(1 + STEPS):
+            own = interval({place: one["phases"][phase]["train_loss"] for place, one in enumerate(found.of_row(key))})
+            filters = sum(found.of_row(key)[0]["phases"][phase]["widths"])
+            points.append(Point(phase, own.mean, (TITLES[key], f"phase {phase}: {own}", f"{filters} filters")))
+            heights.append(own.mean)
+        lines.append(Line(points, Style(colour), TITLES[key]))
+    plot = Plot(
+        "convergence",
+        scales.whole(0, STEPS),
+        scales.linear(heights),
+        lines,
+        title="Phases to a plateau: training loss, mean over seeds, each method at its best learning rate",
+        x_label="phase; every one has 35% more filters than the one before",
+        y_label="training loss at the end of the phase",
+        width=720,
+        height=260,
+    )
+    return {"results-E.svg": plot.draw(alone=True)}
+
+
 EXPERIMENT = Experiment(
     key="E",
     title="phases to a plateau on few images of CIFAR-100: signed splits, S3D against S2D",
@@ -163,4 +237,7 @@ EXPERIMENT = Experiment(
     },
     data="cifar100",
     load=load,
+    parts=parts,
+    values=values,
+    figures=figures,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.results import growing, small_images
+from benchmarks.results import equal_compute_page, growing, small_images
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.growing import Growing, scratch, uniform
 from benchmarks.results.methods import RATES, ROWS, SEEDS, name
@@ -54,4 +54,8 @@ EXPERIMENT = Experiment(
     },
     data="cifar100",
     load=small_images.load,
+    parts=equal_compute_page.parts,
+    values=equal_compute_page.values,
+    figures=equal_compute_page.figures,
+    front=equal_compute_page.front,
 )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.results import equal_compute, growing, small_images
+from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
+from benchmarks.results.figures import Bar, intervals
 from benchmarks.results.growing import Growing, doubling, scratch, uniform
 from benchmarks.results.methods import NEW, RATES, name, selected
+from benchmarks.results.tables import table
 
 SEEDS = 12
 # The learning rate of the networks that find shapes.
@@ -57,6 +61,63 @@ def perform(run: Run, records: Records, images: small_images.Images) -> Record:
     return scratch(run.settings, widths if row == "uniform" else doubling(widths), images)
 
 
+def compared(records: Records) -> Comparison:
+    """Return all shapes on the seeds that are complete."""
+    return Comparison.of(records, list(TITLES), RATES, lambda record: record["accuracy"])
+
+
+def _ranked(found: Comparison) -> list[str]:
+    return sorted(TITLES, key=lambda key: -found.mean(key).mean)
+
+
+def parts(records: Records) -> dict[str, str]:
+    """Return the table of docs/results.md."""
+    found = compared(records)
+    rows = [["shape", "accuracy (%)", "minus uniform", "learning rate", "MACs", "parameters", "mean widths of blocks"]]
+    for key in _ranked(found):
+        own = found.of_row(key)
+        widths = [statistics.fmean(blocks) for blocks in zip(*(one["widths"][1:] for one in own), strict=True)]
+        rows.append(
+            [
+                TITLES[key],
+                str(found.mean(key)),
+                "" if key == "uniform" else found.minus(key, "uniform").signed,
+                f"{found.rate(key):g}",
+                f"{statistics.fmean(one['macs'] for one in own) / 1000:.1f}k",
+                f"{statistics.fmean(one['params'] for one in own):.0f}",
+                ", ".join(f"{width:.0f}" for width in widths),
+            ]
+        )
+    return {"D2: shapes": table(rows)}
+
+
+def values(records: Records) -> dict[str, str]:
+    """Return differences for sentences: "D2: s2d - uniform"."""
+    found = compared(records)
+    pairs = [(key, other) for key in TITLES for other in ("uniform", "random") if key != other]
+    texts = {f"D2: {key} - {other}": found.minus(key, other).signed for key, other in pairs}
+    return texts | {"D2: seeds": str(len(found.seeds))}
+
+
+def figures(records: Records) -> dict[str, str]:
+    """Return the shapes as a figure."""
+    found = compared(records)
+    bars = [
+        Bar(TITLES[key], found.minus(key, "uniform"), "green" if key in FINDERS and key != "random" else "grey")
+        for key in _ranked(found)
+        if key != "uniform"
+    ]
+    plot = intervals(
+        "shapes",
+        bars,
+        title="Shapes of equal MACs, trained from scratch: accuracy minus that of uniform blocks",
+        x_label=f"percentage points, mean and 95% interval of {len(found.seeds)} seeds, paired",
+        signed=True,
+        legend={"green": "found by growth", "grey": "not found by growth"},
+    )
+    return {"results-D2.svg": plot.draw(alone=True)}
+
+
 EXPERIMENT = Experiment(
     key="D2",
     title="shapes at equal MACs, trained from scratch on CIFAR-100",
@@ -65,4 +126,7 @@ EXPERIMENT = Experiment(
     about=equal_compute.EXPERIMENT.about,
     data="cifar100",
     load=small_images.load,
+    parts=parts,
+    values=values,
+    figures=figures,
 )
