@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.results import page
+import s3d_fast as s3d
+from benchmarks.results import growing, page, small_images
 from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.experiments import EXPERIMENTS
+from benchmarks.results.methods import selected
 from benchmarks.results.queue import perform_all, waiting
 from benchmarks.results.statistics import best_rate, difference, interval
 from benchmarks.results.store import Store
@@ -179,3 +182,55 @@ def test_runs_have_names_of_their_own_and_needs_that_exist(key: str) -> None:
 def test_the_pages_and_figures_show_the_records() -> None:
     for path, text in page.files().items():
         assert path.read_text() == text, f"{path.name}: run python -m benchmarks.results page"
+
+
+def images() -> small_images.Images:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(320, 3, 16, 16, generator=generator)
+    y = torch.randint(small_images.CLASSES, (320,), generator=generator)
+    return small_images.Images(x[:256], y[:256], x[256:], y[256:])
+
+
+def test_a_grown_run_and_scratch_of_its_widths_spend_the_same_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "COMPUTE", 2.5e8)
+    monkeypatch.setattr(growing, "SAMPLES", 64)
+    data = images()
+    settings = {"row": "net2net", "lr": 0.1, "seed": 3, "plan": "random splits", **selected()}
+    grown = growing.Growing(settings, data).perform()
+    control = growing.scratch(settings, grown["widths"], data)
+    for one in (grown, control):
+        # Whole batches: at most half a batch too much or too little.
+        assert abs(one["compute"] - 2.5e8) <= one["macs"] * growing.BATCH / 2
+    assert control["macs"] == grown["macs"]
+    assert control["params"] == grown["params"]
+    assert control["samples"] < grown["samples"]
+    # Three steps of half as many filters more, and the stem stays.
+    filters = [sum(phase["widths"][1:]) for phase in grown["phases"]]
+    assert filters == [48, 72, 108, 162]
+    assert grown["widths"][0] == growing.FIRST
+    # The same settings give the same run.
+    assert growing.Growing(settings, data).perform()["accuracy"] == grown["accuracy"]
+
+
+def test_methods_of_a_seed_share_the_first_network_and_the_order_of_the_data() -> None:
+    data = images()
+    first, second = (small_images.Trainer(data, 5, rate, 1.0, 64) for rate in (0.1, 0.4))
+    assert all(torch.equal(next(first._order), next(second._order)) for _ in range(9))
+    models = [small_images.network(growing.uniform(12), 5) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_a_loss_that_is_not_finite_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "COMPUTE", 1e8)
+    found = growing.scratch({"lr": 1e30, "seed": 0}, growing.uniform(12), images())
+    assert found["diverged"]
+    assert "loss" not in found
+
+
+def test_shapes_have_equal_macs() -> None:
+    wide = growing.doubling(growing.uniform(growing.LAST))
+    counts = [
+        s3d.count(s3d.trace(small_images.network(widths, 0), torch.zeros(2, 3, 16, 16))).macs
+        for widths in (wide, growing.uniform(growing.LAST))
+    ]
+    assert counts[0] == pytest.approx(counts[1], rel=0.01)
