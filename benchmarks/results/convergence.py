@@ -24,7 +24,7 @@ from s3d_fast.report import scales
 from s3d_fast.report.plot import Line, Mark, Plot, Point, Style
 
 RATES = (0.003, 0.01, 0.03)
-SEEDS = 8
+SEEDS = 5
 IMAGES, BATCH = 800, 50
 FIRST, STEPS, FRACTION = 4, 4, 0.35
 # A cosine to zero over so many epochs ends every phase at a plateau; the last tenth of them tells how flat it is.
