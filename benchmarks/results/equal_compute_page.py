@@ -33,6 +33,8 @@ QUESTIONS = (
     ("s3d c3", "s2d", "S3D, m = 2, c = 3, against S2D"),
     ("s3d m3 c3", "s2d", "S3D, m = 3, c = 3, against S2D"),
     ("s3d knapsack", "s2d", "S3D, knapsack, against S2D"),
+    ("both", "s3d", "splits and new filters that compete against splits alone"),
+    ("both", "new", "splits and new filters that compete against new filters alone"),
     ("firefly", "new", "Firefly against random new filters"),
     ("gradmax", "new", "GradMax against random new filters"),
     ("regrow", "new", "prune and regrow against new filters"),
