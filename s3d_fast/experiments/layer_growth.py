@@ -144,7 +144,7 @@ def fold(x: Tensor, y: Tensor, parts: int = 5, seed: int = 0) -> Folds:  # (N, D
     """
     require.count("parts", parts)
     require.count("rows", len(x), at_least=2 * parts)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    order = shuffled(len(x), seed)
     size = len(x) // parts
     columns: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for part in range(parts):
@@ -156,6 +156,11 @@ def fold(x: Tensor, y: Tensor, parts: int = 5, seed: int = 0) -> Folds:  # (N, D
         train_x, test_x = (torch.cat([one, torch.ones_like(one[:, :1])], 1) for one in rows)
         columns.append((train_x, (y[train] - middle) / spread, test_x, (y[test] - middle) / spread))
     return Folds(*(torch.stack(one).float() for one in zip(*columns, strict=True)))
+
+
+def shuffled(rows: int, seed: int = 0) -> Tensor:
+    """Return the order in which `fold` takes rows."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
 
 
 def grow(
