@@ -1,0 +1,8 @@
+"""The list of experiments, in the order of the page."""
+
+from __future__ import annotations
+
+from benchmarks.results import equal_compute
+from benchmarks.results.experiment import Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {experiment.key: experiment for experiment in (equal_compute.EXPERIMENT,)}
