@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.results import equal_compute
+from benchmarks.results import equal_compute, separation, stuck
 from benchmarks.results.experiment import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = {experiment.key: experiment for experiment in (equal_compute.EXPERIMENT,)}
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.key: experiment for experiment in (stuck.EXPERIMENT, separation.EXPERIMENT, equal_compute.EXPERIMENT)
+}

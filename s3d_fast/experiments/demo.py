@@ -110,9 +110,10 @@ def words(demo: Demo, settings: DemoSettings) -> str:
 
 
 MEANING = """\
-Every network starts with one neuron and is split, trained, split again. S2D gives copies positive weights: copies of one
-convex neuron with a fixed output weight add up to a convex function, whatever their number. S3D may give a copy a
-negative weight, and leaves that set. From several neurons of both signs the difference is gone: docs/results.md."""
+Every network starts with one neuron and is split, trained, split again. S2D gives copies positive weights: on the
+photograph, where neurons are convex and output weights fixed, such copies add up to a convex function (or a concave
+one), whatever their number. S3D may give a copy a negative weight, and leaves that set. Networks that start with
+neurons of both signs are not stuck like this: docs/results.md."""
 
 
 def record(demo: Demo) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def _photograph(settings: DemoSettings) -> tuple[Task, list[History]]:
             values = runs[METHODS.index(method)].stages[-1].model(folds.x)[0, seed]
         shown[name] = torch.empty_like(values).index_put_((place,), values).reshape(settings.side, settings.side)
     target = torch.empty_like(folds.y[0]).index_put_((place,), folds.y[0]).reshape(settings.side, settings.side)
-    name = f"a photograph, {settings.side} x {settings.side} pixels"
+    name = "a photograph to fit"
     return Task(name, target, _fits(histories, shown, seed)), histories
 
 
@@ -168,7 +169,7 @@ def _curves(settings: DemoSettings, progress: Progress) -> tuple[Task, list[Hist
         model = runs[METHODS.index(method)].stages[-1].model
         with torch.no_grad():
             shown[name] = model(x.to(model.w.dtype).expand(settings.seeds, -1))[seed]
-    name = "a curve"
+    name = "a curve to fit"
     return Task(name, problem.y[seed, order], _fits(histories, shown, seed), x), histories
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from s3d_fast.report.drawing import require_matplotlib
 
 POSITIVE, SIGNED = "#c8452c", "#1f6fb4"
+# Powers of ten; and ticks of scales that hold no two of them.
+DECADES, FINER = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0), (0.1, 0.2, 0.3, 0.5, 1.0)
 COLOURS = {"S2D": POSITIVE, "S3D": SIGNED}
 
 
@@ -71,8 +73,8 @@ def _target(axis: Any, task: Task) -> None:
     if task.x is None:
         _picture(axis, task, task.target)
     else:
-        axis.plot(task.x, task.target, color="black", linewidth=2)
-        _bare(axis)
+        axis.plot(task.x, task.target, color="0.3", linewidth=4)
+        _curve_frame(axis, task)
 
 
 def _fit(axis: Any, task: Task, fit: Fit) -> None:
@@ -83,17 +85,23 @@ def _fit(axis: Any, task: Task, fit: Fit) -> None:
         _picture(axis, task, fit.fitted)
         axis.set_xlabel(f"loss {fit.error:.2g}", fontsize=11, color=colour)
         return
-    axis.plot(task.x, task.target, color="0.75", linewidth=5, solid_capstyle="round")
+    axis.plot(task.x, task.target, color="0.78", linewidth=6, solid_capstyle="round")
     axis.plot(task.x, fit.fitted, color=colour, linewidth=2)
     axis.set_xlabel(f"loss {fit.error:.2g}", fontsize=11, color=colour)
+    _curve_frame(axis, task)
+
+
+def _curve_frame(axis: Any, task: Task) -> None:
+    """Give all panels of a curve the same scale."""
     _bare(axis)
     both = torch.cat([task.target, *(one.fitted.to(task.target) for one in task.fits)])
     margin = 0.06 * float(both.max() - both.min())
     axis.set_ylim(float(both.min()) - margin, float(both.max()) + margin)
+    axis.set_box_aspect(1)
 
 
 def _picture(axis: Any, task: Task, picture: Tensor) -> None:
-    axis.imshow(picture, cmap="gray", vmin=float(task.target.min()), vmax=float(task.target.max()))
+    axis.imshow(picture.numpy(), cmap="gray", vmin=float(task.target.min()), vmax=float(task.target.max()))
     _bare(axis)
 
 
@@ -104,20 +112,25 @@ def _bare(axis: Any) -> None:
 
 def _losses(axis: Any, task: Task) -> None:
     """Draw the medians as lines, and the middle half of the seeds as bars that stand beside one another."""
+    axis.set_yscale("log")
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     for fit, shift in zip(task.fits, (-0.09, 0.09), strict=True):
         colour = COLOURS[fit.method]
         low, middle, high = torch.stack([one.double().quantile(quartiles) for one in fit.losses], 1)
         places = [size + shift for size in fit.neurons]
-        axis.vlines(places, low, high, color=colour, linewidth=3, alpha=0.35)
+        axis.vlines(places, low, high, color=colour, linewidth=4, alpha=0.3)
         axis.plot(places, middle, "o-", color=colour, linewidth=2, markersize=5)
         axis.annotate(
             fit.method, (places[-1], float(middle[-1])), (8, 0), textcoords="offset points", va="center",
             color=colour, fontsize=12, fontweight="bold",
         )  # fmt: skip
+    lowest, highest = axis.get_ylim()
+    ticks = [tick for tick in (DECADES if highest / lowest > 30 else FINER) if lowest <= tick <= highest]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_yticks([], minor=True)
     most = max(fit.neurons[-1] for fit in task.fits)
-    axis.set(xlabel="neurons", yscale="log", xlim=(0.6, most + 1.1), xticks=range(1, most + 1, 2))
-    axis.set_title("loss: median of the seeds (bars: middle half)", fontsize=11)
+    axis.set(xlabel="neurons", xlim=(0.6, most + 1.2), xticks=range(1, most + 1, 2))
+    axis.set_title("loss by neurons: median, middle half of seeds", fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="0.9")
     axis.set_axisbelow(True)
