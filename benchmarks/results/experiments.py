@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.results import equal_compute, separation, stuck
+from benchmarks.results import equal_compute, separation, stuck, transformer
 from benchmarks.results.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.key: experiment for experiment in (stuck.EXPERIMENT, separation.EXPERIMENT, equal_compute.EXPERIMENT)
+    experiment.key: experiment
+    for experiment in (stuck.EXPERIMENT, separation.EXPERIMENT, equal_compute.EXPERIMENT, transformer.EXPERIMENT)
 }
