@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.results import page
+import s3d_fast as s3d
+from benchmarks.results import growing, page, small_images
+from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.experiments import EXPERIMENTS
+from benchmarks.results.methods import selected
 from benchmarks.results.queue import perform_all, waiting
 from benchmarks.results.statistics import best_rate, difference, interval
 from benchmarks.results.store import Store
@@ -62,6 +66,40 @@ def test_values_are_found_by_row_rate_and_seed() -> None:
     }
     found = by_rate_and_seed(records, lambda record: record["accuracy"])
     assert found == {"a": {0.1: {0: 0.0}, 0.2: {0: 1.0}}, "b": {0.1: {3: 2.0}}}
+
+
+def record(row: str, rate: float, seed: int, value: float) -> tuple[str, Record]:
+    return f"{row} {rate} {seed}", {"settings": {"row": row, "lr": rate, "seed": seed}, "value": value}
+
+
+def test_rows_compare_at_their_best_rates_on_complete_seeds() -> None:
+    grown = [record("a", 0.1, 0, 5.0), record("a", 0.2, 0, 7.0), record("a", 0.1, 1, 6.0), record("a", 0.2, 1, 7.0)]
+    other = [record("b", 0.1, 0, 4.0), record("b", 0.2, 0, 3.0), record("b", 0.1, 1, 5.0), record("b", 0.2, 1, 1.0)]
+    # Seed 2 is not complete: one rate of one row is missing.
+    partial = [record("a", 0.1, 2, 99.0), record("a", 0.2, 2, 0.0), record("b", 0.1, 2, 50.0)]
+    records = dict([*grown, *other, *partial])
+    found = Comparison.of(records, ["a", "b"], [0.1, 0.2], lambda one: one["value"])
+    assert found.seeds == (0, 1)
+    assert (found.rate("a"), found.rate("b")) == (0.2, 0.1)
+    assert found.minus("a", "b").mean == 2.5
+    assert [one["value"] for one in found.of_row("b")] == [4.0, 5.0]
+    lower = Comparison.of(records, ["a", "b"], [0.1, 0.2], lambda one: one["value"], lower=True)
+    assert (lower.rate("a"), lower.rate("b")) == (0.1, 0.2)
+    with pytest.raises(ValueError, match="no seed"):
+        Comparison.of(records, ["a", "c"], [0.1], lambda one: one["value"])
+
+
+def test_a_page_is_filled_by_parts_and_values(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("A <!-- x -->old<!-- end --> b.\n\n<!-- T -->\nold\n<!-- end -->\n| <!-- y -->0<!-- end --> |\n")
+    text = page.filled(path, {"T": "| new |\n"}, {"x": "1.5", "y": "+2"})
+    assert text == (
+        "A <!-- x -->1.5<!-- end --> b.\n\n<!-- T -->\n| new |\n<!-- end -->\n| <!-- y -->+2<!-- end --> |\n"
+    )
+    with pytest.raises(ValueError, match="no place for 'U'"):
+        page.filled(path, {"U": ""}, {"x": "", "y": ""})
+    with pytest.raises(ValueError, match="asks for 'y'"):
+        page.filled(path, {}, {"x": ""})
 
 
 def test_a_table_of_markdown() -> None:
@@ -125,7 +163,7 @@ def test_a_file_holds_one_run_a_line_and_no_other_conditions(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="delete the file"):
         Store(other, tmp_path)
     # A number that JSON does not have is never written.
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="JSON"):
         store.add(Run("c", {}), {"value": math.nan})
     assert (tmp_path / "T.json").read_text() == text
 
@@ -144,3 +182,55 @@ def test_runs_have_names_of_their_own_and_needs_that_exist(key: str) -> None:
 def test_the_pages_and_figures_show_the_records() -> None:
     for path, text in page.files().items():
         assert path.read_text() == text, f"{path.name}: run python -m benchmarks.results page"
+
+
+def images() -> small_images.Images:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(320, 3, 16, 16, generator=generator)
+    y = torch.randint(small_images.CLASSES, (320,), generator=generator)
+    return small_images.Images(x[:256], y[:256], x[256:], y[256:])
+
+
+def test_a_grown_run_and_scratch_of_its_widths_spend_the_same_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "COMPUTE", 2.5e8)
+    monkeypatch.setattr(growing, "SAMPLES", 64)
+    data = images()
+    settings = {"row": "net2net", "lr": 0.1, "seed": 3, "plan": "random splits", **selected()}
+    grown = growing.Growing(settings, data).perform()
+    control = growing.scratch(settings, grown["widths"], data)
+    for one in (grown, control):
+        # Whole batches: at most half a batch too much or too little.
+        assert abs(one["compute"] - 2.5e8) <= one["macs"] * growing.BATCH / 2
+    assert control["macs"] == grown["macs"]
+    assert control["params"] == grown["params"]
+    assert control["samples"] < grown["samples"]
+    # Three steps of half as many filters more, and the stem stays.
+    filters = [sum(phase["widths"][1:]) for phase in grown["phases"]]
+    assert filters == [48, 72, 108, 162]
+    assert grown["widths"][0] == growing.FIRST
+    # The same settings give the same run.
+    assert growing.Growing(settings, data).perform()["accuracy"] == grown["accuracy"]
+
+
+def test_methods_of_a_seed_share_the_first_network_and_the_order_of_the_data() -> None:
+    data = images()
+    first, second = (small_images.Trainer(data, 5, rate, 1.0, 64) for rate in (0.1, 0.4))
+    assert all(torch.equal(next(first._order), next(second._order)) for _ in range(9))
+    models = [small_images.network(growing.uniform(12), 5) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_a_loss_that_is_not_finite_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "COMPUTE", 1e8)
+    found = growing.scratch({"lr": 1e30, "seed": 0}, growing.uniform(12), images())
+    assert found["diverged"]
+    assert "loss" not in found
+
+
+def test_shapes_have_equal_macs() -> None:
+    wide = growing.doubling(growing.uniform(growing.LAST))
+    counts = [
+        s3d.count(s3d.trace(small_images.network(widths, 0), torch.zeros(2, 3, 16, 16))).macs
+        for widths in (wide, growing.uniform(growing.LAST))
+    ]
+    assert counts[0] == pytest.approx(counts[1], rel=0.01)

@@ -44,6 +44,8 @@ class Experiment:
         data: "cifar100" or "modelnet40", the option that names the file of its data; None if it needs none.
         load: loads the data, once in every worker.
         parts: makes the parts of docs/results.md from the records, by the names of their marks.
+        values: makes short texts from the records, such as a difference with its interval, which the page may show
+            within a sentence or a cell, by the names of their marks.
         figures: makes figures as SVG from the records, by the names of their files in docs/figures.
         front: makes the parts of README.md that show its records, by the names of their marks.
     """
@@ -56,5 +58,6 @@ class Experiment:
     data: str | None = None
     load: Callable[[str], Any] | None = None
     parts: Callable[[Records], Mapping[str, str]] = lambda records: {}
+    values: Callable[[Records], Mapping[str, str]] = lambda records: {}
     figures: Callable[[Records], Mapping[str, str]] = lambda records: {}
     front: Callable[[Records], Mapping[str, str]] = lambda records: {}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.results import equal_compute, separation, stuck, transformer
+from benchmarks.results import convergence, equal_compute, separation, shapes, stuck, transformer
 from benchmarks.results.experiment import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = {
-    experiment.key: experiment
-    for experiment in (stuck.EXPERIMENT, separation.EXPERIMENT, equal_compute.EXPERIMENT, transformer.EXPERIMENT)
-}
+_EVERY = (
+    stuck.EXPERIMENT,
+    separation.EXPERIMENT,
+    equal_compute.EXPERIMENT,
+    shapes.EXPERIMENT,
+    convergence.EXPERIMENT,
+    transformer.EXPERIMENT,
+)
+EXPERIMENTS: dict[str, Experiment] = {experiment.key: experiment for experiment in _EVERY}

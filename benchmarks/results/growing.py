@@ -22,8 +22,9 @@ COMPUTE, BATCH, SAMPLES = 7.2e9, 64, 2048
 MOMENTUM, DECAY = 0.9, 5e-4
 # Filters of every layer at first; three steps make half as many more each.
 FIRST, STEPS, MORE = 12, 3, 0.5
-# Pruning starts from layers of this width, and reaches the MACs of `uniform` in three steps, after these shares.
-PRUNED_FROM, PRUNED_AT, PENALTY = 64, (0.2, 0.4, 0.6), 1e-4
+# Pruning starts from layers of this width, reaches the MACs of `uniform` in three steps, after these shares of the
+# compute, and leaves at least so many filters in a layer. The penalty is on the scales of BatchNorms.
+PRUNED_FROM, PRUNED_AT, KEPT, PENALTY = 64, (0.2, 0.4, 0.6), 16, 1e-4
 
 Options = Mapping[str, Any]
 
@@ -33,18 +34,18 @@ def uniform(width: int) -> tuple[int, ...]:
     return (FIRST, *[width] * (LAYERS - 1))
 
 
-def macs_of(widths: Sequence[int]) -> int:
-    """Return the multiply-accumulates of a forward pass."""
-    return s3d.count(s3d.trace(network(widths, 0), torch.zeros(2, 3, 16, 16))).macs
-
-
 # Filters in a block when growth ends, if all layers grow alike.
 LAST = round(FIRST * (1 + MORE) ** STEPS)
 
 
-def doubling(macs: int) -> tuple[int, ...]:
-    """Return widths that double at every stride, at about these MACs."""
-    return (FIRST, *scaled_widths((8, 16, 16, 32), macs, lambda blocks: macs_of((FIRST, *blocks)), largest=20.0))
+def doubling(like: Sequence[int]) -> tuple[int, ...]:
+    """Return widths that double at every stride, with about the MACs of other widths."""
+    graph = s3d.trace(network(uniform(FIRST), 0), torch.zeros(2, 3, 16, 16))
+
+    def macs(widths: Sequence[int]) -> int:
+        return s3d.count(graph, dict(zip(graph.units, widths, strict=True))).macs
+
+    return (FIRST, *scaled_widths((8, 16, 16, 32), macs(like), lambda blocks: macs((FIRST, *blocks)), largest=20.0))
 
 
 def scratch(settings: Options, widths: Sequence[int], images: Images, samples: int | None = None) -> Record:
@@ -166,7 +167,8 @@ class Growing:
             else:
                 scores = s3d.norm_scales(self.model, graph)
             chosen = {name: scores[name] for name in self.units}
-            return s3d.select_removals(chosen, graph, budget=budget, by_unit=self.settings["prune"] == "l1")
+            by_unit = self.settings["prune"] == "l1"
+            return s3d.select_removals(chosen, graph, budget=budget, by_unit=by_unit, keep=KEPT)
         if self.settings["plan"] == "random splits":
             return random_plan(graph, self.units, self._selection(phase, graph))
         assert self.settings["plan"] == "alike", self.settings["plan"]

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 def files(folder: Path = FOLDER) -> dict[Path, str]:
     """Return every file that shows the results, with the text that it should have."""
     found: dict[Path, str] = {}
-    parts: dict[str, str] = {}
+    loading = (FOLDER / "loading.txt").read_text()
+    parts = {"loading": f"```\n{loading}```\n"}
+    values: dict[str, str] = {}
     front: dict[str, str] = {}
     for experiment in EXPERIMENTS.values():
         store = Store(experiment, folder)
@@ -23,11 +25,12 @@ def files(folder: Path = FOLDER) -> dict[Path, str]:
             continue
         parts[f"{experiment.key}: machine"] = machine(experiment.key, store)
         parts |= experiment.parts(store.records)
+        values |= experiment.values(store.records)
         front |= experiment.front(store.records)
         for name, drawn in experiment.figures(store.records).items():
             found[ROOT / "docs" / "figures" / name] = drawn
-    found[ROOT / "docs" / "results.md"] = filled(ROOT / "docs" / "results.md", parts)
-    found[ROOT / "README.md"] = filled(ROOT / "README.md", front)
+    found[ROOT / "docs" / "results.md"] = filled(ROOT / "docs" / "results.md", parts, values)
+    found[ROOT / "README.md"] = filled(ROOT / "README.md", front, values)
     return found
 
 
@@ -39,11 +42,13 @@ def machine(key: str, store: Store) -> str:
     return f"{len(store.records)} runs, {seconds / 60:.0f} CPU minutes ({store.machine}): `{command}`\n"
 
 
-def filled(page: Path, parts: Mapping[str, str]) -> str:
-    """Return the text of a page whose computed parts, between <!-- name --> and <!-- end -->, are as they should be.
+def filled(page: Path, parts: Mapping[str, str], values: Mapping[str, str]) -> str:
+    """Return the text of a page whose computed parts and values are as they should be.
+
+    A part stands on lines of its own between <!-- name --> and <!-- end -->, a value within a line.
 
     Raises:
-        ValueError: the page has no place for a part.
+        ValueError: the page has no place for a part, or asks for a value that no experiment has.
     """
     text = page.read_text()
     for name, part in parts.items():
@@ -51,7 +56,13 @@ def filled(page: Path, parts: Mapping[str, str]) -> str:
         if not re.search(marked, text, flags=re.S):
             raise ValueError(f"{page.name} has no place for {name!r}: add <!-- {name} --> and <!-- end -->")
         text = re.sub(marked, lambda found, part=part: found[1] + part + found[2], text, flags=re.S)
-    return text
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in values:
+            raise ValueError(f"{page.name} asks for {found[1]!r}, which no experiment has")
+        return f"<!-- {found[1]} -->{values[found[1]]}<!-- end -->"
+
+    return re.sub(r"<!-- ([^\n]*?) -->(?!\n)[^\n]*?<!-- end -->", value, text)
 
 
 def write() -> None:
