@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -9,11 +11,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.results.experiment import Experiment, Record, Records, Run
+from benchmarks.results.tables import table
 from s3d_fast.data.tabular import regression
-from s3d_fast.experiments.layer_growth import Folds, LayerSettings, Rule, SCRATCH, best_splits, fold, grow, split
+from s3d_fast.experiments.layer_growth import SCRATCH, Folds, LayerSettings, Rule, best_splits, fold, grow, split
 from s3d_fast.growth.separation import parting_rate
 from s3d_fast.maths.schemes import Split
 from s3d_fast.models.layer_batch import LayerBatch
+from s3d_fast.report import scales
+from s3d_fast.report.plot import Line, Mark, Plot, Point, Style, beside
 from s3d_fast.splitting.plan import NeuronSplit
 
 SEEDS, NEURONS, STEPS, EVERY = 16, 4, 3000, 25
@@ -22,6 +27,8 @@ EPS, RATES, MOMENTA, BOUNDS = (0.001, 0.01, 0.1), (0.05, 0.1, 0.2), (0.0, 0.9), 
 EPS_SHOWN, RATE_SHOWN, MOMENTUM_SHOWN = 0.01, 0.1, 0.9
 # Networks whose curves are kept, by their place in the order of rates; and the exponents that are compared.
 SHOWN, GOALS = (0.25, 0.5, 0.9), (1.0, 2.0, 3.0)
+# The distances that the figure shows.
+LOWEST, HIGHEST = 2e-4, 3.0
 
 
 def name(eps: float, rate: float, momentum: float, c: float) -> str:
@@ -113,10 +120,108 @@ def _reached(curve: Tensor, rate: float, goal: float) -> float | None:
     return round(float((curve[place] / curve[0]).log()) * goal / (rate * place * EVERY), 3)
 
 
+def parts(records: Records) -> Mapping[str, str]:
+    """Return the table: how far copies have come when the formula says 1, 2 and 3."""
+    rows = [
+        ["split", "momentum", "eps", "learning rate", "pairs", "rate by the formula", *(f"at {g:g}" for g in GOALS)]
+    ]
+    for c in BOUNDS:
+        for momentum in MOMENTA:
+            for eps in EPS:
+                for rate in RATES:
+                    record = records[name(eps, rate, momentum, c)]
+                    rates = record["predicted"]
+                    reached = [[one for one in record["reached"][str(goal)] if one is not None] for goal in GOALS]
+                    rows.append(
+                        [
+                            "positive" if c == 1 else "signed, c = 3",
+                            f"{momentum:g}",
+                            f"{eps:g}",
+                            f"{rate:g}",
+                            str(len(rates)),
+                            f"{min(rates):.1g} to {max(rates):.1g}",
+                            *(_quartiles(own) for own in reached),
+                        ]
+                    )
+    return {"B: rates": table(rows)}
+
+
+def _quartiles(values: list[float]) -> str:
+    """Return the median with quartiles, and of how many; fewer than eight pairs are not shown."""
+    if len(values) < 8:
+        return ""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}], {len(values)}"
+
+
+def values(records: Records) -> Mapping[str, str]:
+    """Return the median of what positive pairs have come when the formula says 1, over all settings."""
+    found = {}
+    for c, word in zip(BOUNDS, ("positive", "signed"), strict=True):
+        for goal in GOALS:
+            own = [one for record in _of(records, c) for one in record["reached"][str(goal)] if one is not None]
+            low, middle, high = statistics.quantiles(own, n=4)
+            found[f"B: {word} at {goal:g}"] = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+    return found
+
+
+def _of(records: Records, c: float) -> list[Record]:
+    return [record for record in records.values() if record["settings"]["c"] == c]
+
+
+def figures(records: Records) -> Mapping[str, str]:
+    """Return three panels in which one setting varies: eps, the learning rate, the eigenvalue."""
+    middle = SHOWN.index(0.5)
+    colours = ("blue", "orange", "green")
+
+    def curve(place: int, eps: float = EPS_SHOWN, rate: float = RATE_SHOWN) -> Record:
+        return records[name(eps, rate, MOMENTUM_SHOWN, 1.0)]["curves"][place]
+
+    panels = {
+        "step eps": {f"eps {eps:g}": curve(middle, eps=eps) for eps in EPS},
+        "learning rate": {f"lr {rate:g}": curve(middle, rate=rate) for rate in RATES},
+        "eigenvalue": {f"|λ| {_eigenvalue(curve(place)):.2g}": curve(place) for place in range(len(SHOWN))},
+    }
+    plots = []
+    for title, curves in panels.items():
+        marks: list[Mark] = []
+        for colour, (label, one) in zip(colours, curves.items(), strict=True):
+            measured = one["distance"]
+            times = [EVERY * place for place in range(len(measured))]
+            pairs = zip(times, measured, strict=True)
+            marks.append(Line([Point(time, value) for time, value in pairs], Style(colour, marker=""), label))
+            formula = [measured[0] * math.exp(one["rate"] * time) for time in times]
+            inside = [Point(time, value) for time, value in zip(times, formula, strict=True) if value <= HIGHEST]
+            marks.append(Line(inside, Style(colour, dashes="3 4", marker="")))
+        marks.append(Line([], Style("grey", dashes="3 4", marker=""), "formula"))
+        plots.append(
+            Plot(
+                f"separation-{title}",
+                scales.linear([0, STEPS]),
+                scales.Scale(LOWEST, HIGHEST, "log"),
+                marks,
+                title=f"by {title}",
+                x_label="steps of gradient descent",
+                y_label="distance / length",
+                width=330,
+                height=240,
+            )
+        )
+    return {"results-B.svg": beside(plots)}
+
+
+def _eigenvalue(curve: Record) -> float:
+    """Return |lambda| of a positive pair, whose copies have the weight 1/2."""
+    return curve["rate"] / (RATE_SHOWN / (1 - MOMENTUM_SHOWN) / 2)
+
+
 EXPERIMENT = Experiment(
     key="B",
     title="how fast copies part under gradient descent",
     runs=runs,
     perform=perform,
     about={"seeds": SEEDS, "neurons": NEURONS, "steps": STEPS},
+    parts=parts,
+    values=values,
+    figures=figures,
 )
