@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.results import convergence, equal_compute, shapes
+from benchmarks.results import convergence, equal_compute, separation, shapes, stuck, transformer
 from benchmarks.results.experiment import Experiment
 
 _EVERY = (
+    stuck.EXPERIMENT,
+    separation.EXPERIMENT,
     equal_compute.EXPERIMENT,
     shapes.EXPERIMENT,
     convergence.EXPERIMENT,
+    transformer.EXPERIMENT,
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.key: experiment for experiment in _EVERY}
