@@ -10,6 +10,10 @@ from benchmarks.results.statistics import Interval, best_rate, difference, inter
 from benchmarks.results.tables import Values, by_rate_and_seed
 
 
+class Incomplete(ValueError):
+    """An experiment has not been run far enough to show anything."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Rows on the seeds that are complete: those for which every row has a value at every learning rate.
@@ -38,13 +42,13 @@ class Comparison:
         """Return the comparison of some rows.
 
         Raises:
-            ValueError: no seed is complete.
+            Incomplete: no seed is complete.
         """
         every = by_rate_and_seed(records, value)
         held = [every.get(row, {}).get(rate, {}) for row in rows for rate in rates]
         seeds = tuple(sorted(set.intersection(*(set(own) for own in held))))
         if not seeds:
-            raise ValueError("no seed has a value for every row and learning rate")
+            raise Incomplete("no seed has a value for every row and learning rate")
         values = {row: {rate: {seed: every[row][rate][seed] for seed in seeds} for rate in rates} for row in rows}
         by_place = {
             (one["settings"]["row"], one["settings"]["lr"], one["settings"]["seed"]): one for one in records.values()
