@@ -143,18 +143,18 @@ def _quartiles(values: list[float]) -> str:
 
 
 def values(records: Records) -> Mapping[str, str]:
-    """Return the median of what positive pairs have come when the formula says 1, over all settings."""
+    """Return medians of the table for sentences: "B: positive, momentum 0, eps 0.01: at 1"."""
     found = {}
     for c, word in zip(BOUNDS, ("positive", "signed"), strict=True):
-        for goal in GOALS:
-            own = [one for record in _of(records, c) for one in record["reached"][str(goal)] if one is not None]
-            low, middle, high = statistics.quantiles(own, n=4)
-            found[f"B: {word} at {goal:g}"] = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+        for momentum in MOMENTA:
+            for eps in EPS:
+                record = records[name(eps, RATE_SHOWN, momentum, c)]
+                for goal in GOALS:
+                    own = [one for one in record["reached"][str(goal)] if one is not None]
+                    if own:
+                        key = f"B: {word}, momentum {momentum:g}, eps {eps:g}: at {goal:g}"
+                        found[key] = f"{statistics.median(own):.2f}"
     return found
-
-
-def _of(records: Records, c: float) -> list[Record]:
-    return [record for record in records.values() if record["settings"]["c"] == c]
 
 
 def figures(records: Records) -> Mapping[str, str]:
