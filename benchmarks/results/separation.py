@@ -21,7 +21,8 @@ from s3d_fast.report import scales
 from s3d_fast.report.plot import Line, Mark, Plot, Point, Style, beside
 from s3d_fast.splitting.plan import NeuronSplit
 
-SEEDS, NEURONS, STEPS, EVERY = 16, 4, 3000, 25
+# Steps of training before the split, and of gradient descent after it.
+SEEDS, NEURONS, TRAINED, STEPS, EVERY = 16, 4, 3000, 3000, 25
 EPS, RATES, MOMENTA, BOUNDS = (0.001, 0.01, 0.1), (0.05, 0.1, 0.2), (0.0, 0.9), (1.0, 3.0)
 # The setting from which each panel of the figure varies one.
 EPS_SHOWN, RATE_SHOWN, MOMENTUM_SHOWN = 0.01, 0.1, 0.9
@@ -52,7 +53,7 @@ def trained() -> tuple[Folds, LayerBatch]:
     """Return the photograph, and networks of four neurons trained on it until hardly anything moves, in float64."""
     folds = fold(*regression("photograph"), parts=1)
     folds = Folds(*(part.double() for part in (folds.x, folds.y, folds.test_x, folds.test_y)))
-    settings = LayerSettings(start=NEURONS, added=0, seeds=SEEDS, steps=STEPS)
+    settings = LayerSettings(start=NEURONS, added=0, seeds=SEEDS, steps=TRAINED)
     single = Folds(*(part.float() for part in (folds.x, folds.y, folds.test_x, folds.test_y)))
     return folds, grow(single, Rule(SCRATCH), settings).stages[-1].model.copy(torch.float64)
 
