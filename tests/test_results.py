@@ -75,13 +75,13 @@ def record(row: str, rate: float, seed: int, value: float) -> tuple[str, Record]
 def test_rows_compare_at_their_best_rates_on_complete_seeds() -> None:
     grown = [record("a", 0.1, 0, 5.0), record("a", 0.2, 0, 7.0), record("a", 0.1, 1, 6.0), record("a", 0.2, 1, 7.0)]
     other = [record("b", 0.1, 0, 4.0), record("b", 0.2, 0, 3.0), record("b", 0.1, 1, 5.0), record("b", 0.2, 1, 1.0)]
-    # Seed 2 is not complete: one rate of one row is missing.
-    partial = [record("a", 0.1, 2, 99.0), record("a", 0.2, 2, 0.0), record("b", 0.1, 2, 50.0)]
+    # Seed 2 of b is not complete: it lacks a rate. Seed 3 of a has nothing to be paired with.
+    partial = [record("b", 0.1, 2, 50.0), record("a", 0.1, 3, 5.0), record("a", 0.2, 3, 9.0)]
     records = dict([*grown, *other, *partial])
     found = Comparison.of(records, ["a", "b"], [0.1, 0.2], lambda one: one["value"])
-    assert found.seeds == (0, 1)
+    assert (found.seeds("a"), found.seeds("b")) == ([0, 1, 3], [0, 1])
     assert (found.rate("a"), found.rate("b")) == (0.2, 0.1)
-    assert found.minus("a", "b").mean == 2.5
+    assert (found.minus("a", "b").mean, found.minus("a", "b").count) == (2.5, 2)
     assert [one["value"] for one in found.of_row("b")] == [4.0, 5.0]
     lower = Comparison.of(records, ["a", "b"], [0.1, 0.2], lambda one: one["value"], lower=True)
     assert (lower.rate("a"), lower.rate("b")) == (0.1, 0.2)

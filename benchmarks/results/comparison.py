@@ -10,20 +10,22 @@ from benchmarks.results.statistics import Interval, best_rate, difference, inter
 from benchmarks.results.tables import Values, by_rate_and_seed
 
 
+class Incomplete(ValueError):
+    """An experiment has not been run far enough to show anything."""
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Rows on the seeds that are complete: those for which every row has a value at every learning rate.
+    """Rows, each on the seeds that are complete: those for which it has a value at every learning rate.
 
     Attributes:
         values: by row, learning rate and seed.
         records: the records, by row, learning rate and seed.
-        seeds: the complete seeds.
         lower: whether lower values are better.
     """
 
     values: Values
     records: dict[tuple[str, float, int], Record]
-    seeds: tuple[int, ...]
     lower: bool = False
 
     @classmethod
@@ -38,18 +40,24 @@ class Comparison:
         """Return the comparison of some rows.
 
         Raises:
-            ValueError: no seed is complete.
+            Incomplete: a row has no complete seed.
         """
         every = by_rate_and_seed(records, value)
-        held = [every.get(row, {}).get(rate, {}) for row in rows for rate in rates]
-        seeds = tuple(sorted(set.intersection(*(set(own) for own in held))))
-        if not seeds:
-            raise ValueError("no seed has a value for every row and learning rate")
-        values = {row: {rate: {seed: every[row][rate][seed] for seed in seeds} for rate in rates} for row in rows}
+        values: Values = {}
+        for row in rows:
+            held = [every.get(row, {}).get(rate, {}) for rate in rates]
+            seeds = sorted(set.intersection(*(set(own) for own in held)))
+            if not seeds:
+                raise Incomplete(f"no seed has a value of {row!r} for every learning rate")
+            values[row] = {rate: {seed: own[seed] for seed in seeds} for rate, own in zip(rates, held, strict=True)}
         by_place = {
             (one["settings"]["row"], one["settings"]["lr"], one["settings"]["seed"]): one for one in records.values()
         }
-        return cls(values, by_place, seeds, lower)
+        return cls(values, by_place, lower)
+
+    def seeds(self, row: str) -> list[int]:
+        """Return the complete seeds of a row."""
+        return list(next(iter(self.values[row].values())))
 
     def rate(self, row: str) -> float:
         """Return the best learning rate of a row."""
@@ -66,10 +74,10 @@ class Comparison:
         return interval(self.best(row))
 
     def minus(self, first: str, second: str) -> Interval:
-        """Return the paired difference of two rows, each at its best learning rate."""
+        """Return the paired difference of two rows, each at its best learning rate, on the seeds that both have."""
         return difference(self.best(first), self.best(second))
 
     def of_row(self, row: str) -> list[Record]:
         """Return the records of a row at its best learning rate."""
         rate = self.rate(row)
-        return [self.records[row, rate, seed] for seed in self.seeds]
+        return [self.records[row, rate, seed] for seed in self.seeds(row)]

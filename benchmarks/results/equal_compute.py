@@ -9,12 +9,12 @@ from benchmarks.results.methods import RATES, ROWS, SEEDS, name
 
 
 def runs() -> list[Run]:
-    """Return all runs, seed by seed."""
+    """Return all runs: seed by seed, those of the main rows first."""
     return [
         Run(
             name(row.key, rate, seed),
             {"row": row.key, "lr": rate, "seed": seed, **row.options},
-            rank=seed,
+            rank=seed + 2 * row.late,
             needs=() if row.like is None else (name(row.like, rate, seed),),
         )
         for seed in range(SEEDS)

@@ -84,7 +84,8 @@ def values(records: Records) -> dict[str, str]:
     found = compared(records)
     texts = {f"D: {first} - {second}": found.minus(first, second).signed for first, second, _ in QUESTIONS}
     texts |= {f"D: {row.key}": str(found.mean(row.key)) for row in ROWS}
-    return texts | {"D: seeds": str(len(found.seeds))}
+    counts = [len(found.seeds(row.key)) for row in ROWS]
+    return texts | {"D: most seeds": str(max(counts)), "D: fewest seeds": str(min(counts))}
 
 
 def front(records: Records) -> dict[str, str]:
@@ -102,11 +103,12 @@ def figures(records: Records) -> dict[str, str]:
     found = compared(records)
     ranked = [row for row in _ranked(found) if row.key not in ("uniform", "s2d scratch epochs")]
     bars = [Bar(row.title, found.minus(row.key, "uniform"), COLOURS[family(row)]) for row in ranked]
+    counts = [bar.interval.count for bar in bars]
     plot = intervals(
         "equal-compute",
         bars,
         title="Test accuracy at equal compute, minus that of uniform blocks trained from scratch",
-        x_label=f"percentage points, mean and 95% interval of {len(found.seeds)} seeds, paired",
+        x_label=f"percentage points, mean and 95% interval, paired by seed ({min(counts)} to {max(counts)} seeds)",
         signed=True,
         legend={COLOURS[kind]: text for kind, text in FAMILIES.items()},
     )
@@ -117,7 +119,7 @@ def ranking(found: Comparison) -> str:
     """Return all rows, the best first."""
     rows = [
         [
-            *("method", "accuracy (%)", "minus uniform", "minus scratch of its widths", "learning rate"),
+            *("method", "accuracy (%)", "minus uniform", "minus scratch of its widths", "seeds", "learning rate"),
             *("parameters", "MACs", "epochs", "CPU s of growth"),
         ]
     ]
@@ -131,6 +133,7 @@ def ranking(found: Comparison) -> str:
                 str(found.mean(row.key)),
                 "" if row.key == "uniform" else found.minus(row.key, "uniform").signed,
                 found.minus(row.key, own[row.key]).signed if row.key in own else "",
+                str(len(records)),
                 f"{found.rate(row.key):g}",
                 f"{mean(lambda record: record['params']):.0f}",
                 f"{mean(lambda record: record['macs']) / 1000:.0f}k",

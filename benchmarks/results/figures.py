@@ -41,21 +41,19 @@ def intervals(
         legend: what the colours mean: colour -> text.
         width: in pixels.
     """
-    marks: list[Mark] = [Guide(x=0.0)] if signed else []
+    halves = [bar.interval.half if math.isfinite(bar.interval.half) else 0.0 for bar in bars]
     ends = [0.0] if signed else []
-    for row, bar in enumerate(bars):
-        found = bar.interval
-        half = found.half if math.isfinite(found.half) else 0.0
-        words = (bar.name, found.signed if signed else str(found), f"{found.count} seeds")
-        marks.append(
-            Box(found.mean - half, found.mean + half, row - 0.07, row + 0.07, Style(bar.colour, marker="", line=False))
-        )
-        marks.append(Line([Point(found.mean, row, words)], Style(bar.colour)))
-        text = f"{found.mean:+.2f}" if signed else f"{found.mean:.2f}"
-        marks.append(Note(found.mean + half, row + 0.17, f"  {text}"))
-        ends += [found.mean - half, found.mean + half]
+    for bar, half in zip(bars, halves, strict=True):
+        ends += [bar.interval.mean - half, bar.interval.mean + half]
     low, high = min(ends), max(ends)
     pad = 0.05 * (high - low or 1.0)
+    marks: list[Mark] = [Guide(x=0.0)] if signed else []
+    for row, (bar, half) in enumerate(zip(bars, halves, strict=True)):
+        found, look = bar.interval, Style(bar.colour, marker="", line=False)
+        words = (bar.name, found.signed if signed else str(found), f"{found.count} seeds")
+        marks.append(Box(found.mean - half, found.mean + half, row - 0.07, row + 0.07, look))
+        marks.append(Line([Point(found.mean, row, words)], Style(bar.colour)))
+        marks.append(Note(found.mean + half + pad / 4, row + 0.17, f"{found.mean:{'+' if signed else ''}.2f}"))
     return Plot(
         name,
         # Room for the note of the longest bar.

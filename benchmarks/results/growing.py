@@ -18,7 +18,7 @@ from s3d_fast.recipes.baselines import random_plan, scaled_widths
 
 LAYERS = 5
 # Multiply-accumulates x samples of every run; the images of a batch, and those that growth looks at.
-COMPUTE, BATCH, SAMPLES = 7.2e9, 64, 2048
+COMPUTE, BATCH, SAMPLES = 6.0e9, 64, 2048
 MOMENTUM, DECAY = 0.9, 5e-4
 # Filters of every layer at first; three steps make half as many more each.
 FIRST, STEPS, MORE = 12, 3, 0.5

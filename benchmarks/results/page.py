@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.results.comparison import Incomplete
 from benchmarks.results.experiments import EXPERIMENTS
 from benchmarks.results.store import FOLDER, Store
 
@@ -23,12 +24,18 @@ def files(folder: Path = FOLDER) -> dict[Path, str]:
         store = Store(experiment, folder)
         if not store.records:
             continue
-        parts[f"{experiment.key}: machine"] = machine(experiment.key, store)
-        parts |= experiment.parts(store.records)
-        values |= experiment.values(store.records)
-        front |= experiment.front(store.records)
-        for name, drawn in experiment.figures(store.records).items():
-            found[ROOT / "docs" / "figures" / name] = drawn
+        try:
+            shown, own_values, own_front, drawn = (
+                make(store.records)
+                for make in (experiment.parts, experiment.values, experiment.front, experiment.figures)
+            )
+        except Incomplete as error:
+            print(f"{experiment.key} is left as it is on the page: {error}")
+            continue
+        parts |= {f"{experiment.key}: machine": machine(experiment.key, store), **shown}
+        values |= own_values
+        front |= own_front
+        found |= {ROOT / "docs" / "figures" / name: text for name, text in drawn.items()}
     found[ROOT / "docs" / "results.md"] = filled(ROOT / "docs" / "results.md", parts, values)
     found[ROOT / "README.md"] = filled(ROOT / "README.md", front, values)
     return found
