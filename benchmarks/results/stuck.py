@@ -28,26 +28,40 @@ SHOWN = {
     NEW: Style("pink", marker="diamond"),
 }
 CELL = ("photograph", "softplus", "fixed")
+# In that cell, every rule ran with these learning rates as well.
+OTHER_RATES = (0.02, 0.1)
 COLUMNS = ("S2D", "S3D m=2 c=1.3", "S3D m=2 c=3", "S3D m=3 c=1.3", "S3D m=3 c=3", "net2net", NEW, SCRATCH)
 
 
-def name(data: str, activation: str, start: int, outputs: str, rule: str) -> str:
+def name(data: str, activation: str, start: int, outputs: str, rule: str, rate: float = BASE.learning_rate) -> str:
     """Return the name of a run."""
-    return f"{data}, {activation}, from {start}, {outputs} outputs, {rule}"
+    last = "" if rate == BASE.learning_rate else f", lr {rate:g}"
+    return f"{data}, {activation}, from {start}, {outputs} outputs, {rule}{last}"
 
 
 def runs() -> list[Run]:
     """Return all runs; each trains 80 networks at once."""
+    found = []
+    for data, activation, outputs, start in cells():
+        for rule in RULES:
+            own = {"data": data, "activation": activation, "start": start, "outputs": outputs, "rule": rule.name}
+            found.append(Run(name(data, activation, start, outputs, rule.name), own))
+            found += [
+                Run(name(data, activation, start, outputs, rule.name, rate), {**own, "lr": rate})
+                for rate in OTHER_RATES
+                if (data, activation, outputs) == CELL
+            ]
+    return found
+
+
+def cells() -> list[tuple[str, str, str, int]]:
+    """Return data, activation, outputs and start of every cell, in the order of the table."""
     return [
-        Run(
-            name(data, activation, start, outputs, rule.name),
-            {"data": data, "activation": activation, "start": start, "outputs": outputs, "rule": rule.name},
-        )
+        (data, activation, outputs, start)
         for data in NAMES
         for activation in ACTIVATIONS
-        for start in STARTS
         for outputs in OUTPUTS
-        for rule in RULES
+        for start in STARTS
     ]
 
 
@@ -61,7 +75,12 @@ def perform(run: Run, records: Records, data: None) -> Record:
     """Grow all seeds on all folds by one rule."""
     settings = run.settings
     rule = next(rule for rule in RULES if rule.name == settings["rule"])
-    options = LayerSettings(settings["activation"], settings["start"], trained_outputs=settings["outputs"] == "trained")
+    options = LayerSettings(
+        settings["activation"],
+        settings["start"],
+        trained_outputs=settings["outputs"] == "trained",
+        learning_rate=settings.get("lr", BASE.learning_rate),
+    )
     found = grow(folds_of(settings["data"]), rule, options)
     last = found.stages[-1]
     return {
@@ -96,17 +115,6 @@ def _rounded(losses: Tensor) -> list:
     return short(losses.tolist())
 
 
-def cells() -> list[tuple[str, str, str, int]]:
-    """Return data, activation, outputs and start of every cell, in the order of the table."""
-    return [
-        (data, activation, outputs, start)
-        for data in NAMES
-        for activation in ACTIVATIONS
-        for outputs in OUTPUTS
-        for start in STARTS
-    ]
-
-
 def flat(record: Record, kind: str) -> list[float]:
     """Return the last losses of all networks: "loss", on the training part, or "test"."""
     return [value for fold in record[kind] for value in fold]
@@ -124,7 +132,30 @@ def parts(records: Records) -> Mapping[str, str]:
         own = [records[name(data, activation, start, outputs, rule)] for rule in COLUMNS]
         medians = [(statistics.median(flat(one, "loss")), statistics.median(flat(one, "test"))) for one in own]
         rows.append([data, activation, outputs, str(start), *(f"{train:.3f} / {test:.3f}" for train, test in medians)])
-    return {"A: losses": table(rows)}
+    return {"A: losses": table(rows), "A: tuned": table(_tuned(records))}
+
+
+def tuned(records: Records, start: int, rule: str) -> tuple[float, Record]:
+    """Return the learning rate with the lowest median of the training loss in the main cell, and its record."""
+    data, activation, outputs = CELL
+    rates = (BASE.learning_rate, *OTHER_RATES)
+    own = {rate: records[name(data, activation, start, outputs, rule, rate)] for rate in rates}
+    best = min(rates, key=lambda rate: statistics.median(flat(own[rate], "loss")))
+    return best, own[best]
+
+
+def _tuned(records: Records) -> list[list[str]]:
+    """Return the losses of the main cell by rule, each at the best of three learning rates."""
+    rows = [["rule", *(f"from {start}" for start in STARTS)]]
+    for rule in RULES:
+        row = [rule.name]
+        for start in STARTS:
+            rate, record = tuned(records, start, rule.name)
+            low, middle, high = statistics.quantiles(flat(record, "loss"), n=4)
+            test = statistics.median(flat(record, "test"))
+            row.append(f"{middle:.3f} [{low:.3f}, {high:.3f}] / {test:.3f} (lr {rate:g})")
+        rows.append(row)
+    return rows
 
 
 def values(records: Records) -> Mapping[str, str]:
@@ -137,6 +168,14 @@ def values(records: Records) -> Mapping[str, str]:
             found[f"{key}: {rule}"] = f"{statistics.median(flat(record, 'loss')):.3f}"
             found[f"{key}: {rule}: test"] = f"{statistics.median(flat(record, 'test')):.3f}"
             found[f"{key}: {rule} below S2D"] = f"{lower(record, own['S2D'])} of {len(flat(record, 'loss'))}"
+    for start in STARTS:
+        best = {rule.name: tuned(records, start, rule.name)[1] for rule in RULES}
+        for rule, record in best.items():
+            found[f"A: tuned, {start}: {rule}"] = f"{statistics.median(flat(record, 'loss')):.3f}"
+            found[f"A: tuned, {start}: {rule}: test"] = f"{statistics.median(flat(record, 'test')):.3f}"
+            found[f"A: tuned, {start}: {rule} below S2D"] = (
+                f"{lower(record, best['S2D'])} of {len(flat(record, 'loss'))}"
+            )
     return found
 
 

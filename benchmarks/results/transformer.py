@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,11 @@ import torch
 
 import s3d_fast as s3d
 from benchmarks.results import text
+from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
+from benchmarks.results.figures import Bar, intervals
+from benchmarks.results.statistics import Interval
+from benchmarks.results.tables import table
 from benchmarks.results.text import CONTEXT, Text, bits, loss_of, reader
 
 RATES = (0.01, 0.02, 0.04)
@@ -139,6 +144,75 @@ class _Training:
         self.phases.append({"splits": len(step.plan.splits), "signed": signed, "added": len(step.plan.new)})
 
 
+def compared(records: Records) -> Comparison:
+    """Return the bits per byte of all rows on the seeds that are complete."""
+    return Comparison.of(records, [row.key for row in ROWS], RATES, lambda record: record["bits"], lower=True)
+
+
+def parts(records: Records) -> Mapping[str, str]:
+    """Return the table of all rows, the best first."""
+    found = compared(records)
+    rows = [
+        [
+            *("method", "bits per byte", "minus scratch of its widths", "minus scratch, widths of S2D"),
+            *("learning rate", "hidden neurons", "parameters", "sequences", "CPU s of growth", "signed splits"),
+        ]
+    ]
+    scratch = {row.like: row.key for row in ROWS if row.like is not None}
+    for row in sorted(ROWS, key=lambda row: found.mean(row.key).mean):
+        own = found.of_row(row.key)
+        steps = [step for one in own for step in one["phases"]]
+        signed, splits = (sum(step[kind] for step in steps) for kind in ("signed", "splits"))
+        rows.append(
+            [
+                row.title,
+                _three(found.mean(row.key)),
+                _difference(found, row.key, scratch[row.key]) if row.key in scratch else "",
+                "" if row.key == "s2d scratch" else _difference(found, row.key, "s2d scratch"),
+                f"{found.rate(row.key):g}",
+                f"{statistics.fmean(sum(one['widths']) for one in own):.0f}",
+                f"{statistics.fmean(one['params'] for one in own):.0f}",
+                f"{statistics.fmean(one['samples'] for one in own):.0f}",
+                f"{statistics.fmean(one['growth_seconds'] for one in own):.1f}" if row.options else "",
+                f"{signed / splits:.0%} of {splits}" if splits else "",
+            ]
+        )
+    return {"G: rows": table(rows)}
+
+
+def _three(own: Interval, signed: bool = False) -> str:
+    """Return an interval with three digits: bits per byte differ by hundredths."""
+    return f"{own.mean:{'+' if signed else ''}.3f} ± {own.half:.3f}"
+
+
+def _difference(found: Comparison, first: str, second: str) -> str:
+    own = found.minus(first, second)
+    return f"**{_three(own, True)}**" if own.excludes_zero else _three(own, True)
+
+
+def values(records: Records) -> Mapping[str, str]:
+    """Return differences for sentences: "G: new - new scratch"."""
+    found = compared(records)
+    pairs = (("new", "new scratch"), ("s2d", "s2d scratch"), ("new", "s2d"), ("s3d c1.3", "s2d"), ("s3d m3", "s2d"))
+    texts = {f"G: {first} - {second}": _three(found.minus(first, second), True) for first, second in pairs}
+    return texts | {"G: seeds": str(len(found.seeds))}
+
+
+def figures(records: Records) -> Mapping[str, str]:
+    """Return the bits per byte as a figure."""
+    found = compared(records)
+    ranked = sorted(ROWS, key=lambda row: found.mean(row.key).mean)
+    bars = [Bar(row.title, found.mean(row.key), "blue" if row.options else "grey") for row in ranked]
+    plot = intervals(
+        "transformer",
+        bars,
+        title="A small transformer on Python's own sources at equal compute: bits per byte of the test file",
+        x_label=f"bits per byte, lower is better; mean and 95% interval of {len(found.seeds)} seeds",
+        legend={"blue": "grown", "grey": "trained from scratch"},
+    )
+    return {"results-G.svg": plot.draw(alone=True)}
+
+
 def _load(path: str) -> Text:
     """Return the text, which no file of ours holds."""
     return text.load()
@@ -162,4 +236,7 @@ EXPERIMENT = Experiment(
         "text": text.load(2).digest,
     },
     load=_load,
+    parts=parts,
+    values=values,
+    figures=figures,
 )

@@ -59,5 +59,5 @@ class LayerBatch(nn.Module):
 
     def copy(self, dtype: torch.dtype) -> LayerBatch:
         """Return the same networks in another dtype, with parameters of their own."""
-        parts = (part.detach().to(dtype, copy=True) for part in (self.theta, self.w, self.b))
-        return LayerBatch(*parts, self.act, self.trained_outputs, self.alive.to(dtype, copy=True))
+        theta, w, b, alive = (part.detach().to(dtype, copy=True) for part in (self.theta, self.w, self.b, self.alive))
+        return LayerBatch(theta, w, b, self.act, self.trained_outputs, alive)
