@@ -20,8 +20,8 @@ $(READY): constraints.txt pyproject.toml setup.py $(CXX_SOURCES)
 
 install: $(READY) ## Make .venv with pinned dependencies and this package, editable.
 
-demo: $(READY) ## Grow RBF networks with S2D and S3D (about three minutes); figures go to runs/rbf/.
-	$(BIN)/s3d-fast rbf --out runs/rbf
+demo: $(READY) ## Fit a photograph and curves with S2D and S3D (about a minute); the figure goes to runs/demo/.
+	$(BIN)/s3d-fast demo --out runs/demo
 
 # Files stay together: fixtures that take long, such as compiling all kernels, are made once.
 test: $(READY) ## Run the tests, on two cores.

@@ -1,6 +1,6 @@
 """The speed of loading batches, next to the speed of training a small network on them, on one thread.
 
-python -m benchmarks.loading [--data PATH]
+python -m benchmarks.loading [--data PATH], with > docs/results/loading.txt for docs/results.md.
 """
 
 from __future__ import annotations

@@ -88,13 +88,6 @@ def test_a_capture_stays_within_a_budget() -> None:
     assert operators.nbytes < 10_000_000
 
 
-def test_the_page_of_results_is_up_to_date() -> None:
-    page = Path(__file__).parent.parent / "docs" / "results.md"
-    make = runpy.run_path(str(page.with_name("make_results.py")))
-    assert make["document"]() == page.read_text(), "run python docs/make_results.py"
-    assert make["front_page"]() == README, "run python docs/make_results.py"
-
-
 def test_the_page_of_reliability_is_up_to_date() -> None:
     page = Path(__file__).parent.parent / "docs" / "reliability.md"
     made = runpy.run_path(str(page.with_name("make_reliability.py")))["document"]()

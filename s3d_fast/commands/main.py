@@ -14,6 +14,7 @@ from s3d_fast.commands.parsing import Parser
 
 # The commands, each a module of `commands`. It is imported when it is asked for: most of them take seconds to import.
 COMMANDS = {
+    "demo": "what signed splits can do that positive ones cannot, on a photograph and on curves",
     "grow": "grow a network by a recipe",
     "recipes": "list the recipes",
     "report": "draw the report of a run",

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     problem = rbf.make_problem(settings)
     total = len(rbf.METHODS) * settings.steps * settings.neurons
     runs = []
-    with _small_tensors(), tqdm(total=total, unit="step", smoothing=0.05) as bar:
+    with small_tensors(), tqdm(total=total, unit="step", smoothing=0.05) as bar:
         for method in rbf.METHODS:
             bar.set_description(method.name)
             runs.append(rbf.grow(problem, method, settings, bar.update))
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _small_tensors() -> Iterator[None]:
+def small_tensors() -> Iterator[None]:
     """Compute with one thread and without denormal numbers.
 
     Tensors this small do not gain from a second thread. Far from a centre exp(-z^2 / 2) is a denormal number, which is

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from s3d_fast.network.graph import Graph, filter_values, stored_tensors
 from s3d_fast.network.wrapping import inside
-from s3d_fast.splitting.plan import SplitPlan
+from s3d_fast.splitting.plan import NeuronSplit, SplitPlan
 from s3d_fast.splitting.unit_changes import unit_changes
 
 # The copies of every split neuron of a unit after the split: the place of the first one, and how many there are.
@@ -49,11 +49,28 @@ def distances(model: nn.Module, graph: Graph, groups: Groups) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
+def parting_rate(split: NeuronSplit, rate: float, momentum: float) -> float:
+    """Return r, if the distance of the copies of a split neuron grows like exp(r t) under gradient descent.
+
+    A copy with weight w and offset delta along an eigenvector of S with eigenvalue lambda moves by
+    -rate / (1 - momentum) w lambda delta in a step, so that r = rate / (1 - momentum) max_k(-w_k lambda). The gain
+    tells lambda: it is lambda sum_k w_k |delta_k|^2. Where offsets have two directions, r is an estimate from the
+    largest |w| and the mean of |delta^T S delta|.
+    """
+    offsets, weights = split.offsets.double().cpu(), split.weights.double().cpu()
+    moving = offsets.norm(dim=1) > 0
+    squares = offsets.square().sum(1)
+    scale = rate / (1 - momentum)
+    if not bool(moving.any()) or math.isnan(split.gain):
+        return math.nan
+    if int(torch.linalg.matrix_rank(offsets[moving], rtol=1e-4)) == 1:
+        eigenvalue = split.gain / float((weights * squares).sum())
+        return scale * float((-weights[moving] * eigenvalue).max())
+    return scale * float(weights[moving].abs().max()) * abs(split.gain) / float((weights.abs() * squares).sum())
+
+
 def steps_to_part(plan: SplitPlan, eps: float, lengths: Mapping[str, Tensor], rate: float, momentum: float) -> float:
     """Return after how many steps of gradient descent copies are as far apart as their filter is long; the median.
-
-    The distance of copies that are read with weight w grows like exp(rate / (1 - momentum) |w| |lambda| t), where
-    lambda is the eigenvalue along which they part.
 
     Args:
         plan: the splits.
@@ -64,12 +81,11 @@ def steps_to_part(plan: SplitPlan, eps: float, lengths: Mapping[str, Tensor], ra
     """
     times = []
     for split in plan.splits:
-        offsets, weights = split.offsets.double().cpu(), split.weights.double().cpu()
         length = float(lengths[split.unit][split.neuron])
-        squares = float((weights.abs() * offsets.square().sum(1)).sum())
-        if length == 0 or squares == 0 or math.isnan(split.gain):
+        growth = parting_rate(split, rate, momentum)
+        if length == 0 or math.isnan(growth):
             continue
+        offsets = split.offsets.double()
         apart = eps * float(torch.cdist(offsets, offsets).max()) / length
-        growth = rate / (1 - momentum) * float(weights.abs().max()) * abs(split.gain) / squares
         times.append(0.0 if apart >= 1 else -math.log(apart) / growth if growth > 0 and apart > 0 else math.inf)
     return float(torch.tensor(times, dtype=torch.float64).median()) if times else math.nan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import s3d_fast as s3d
-from s3d_fast.growth.separation import copies_after, distances, steps_to_part
+from s3d_fast.growth.separation import copies_after, distances, parting_rate, steps_to_part
 from s3d_fast.growth.split_step import kept_gain
 from s3d_fast.growth.step_size import StepSize
 from s3d_fast.models.mlp import MLP
@@ -187,6 +187,26 @@ def test_the_formula_of_separation() -> None:
     assert predicted == pytest.approx(steps, rel=0.1)
     assert steps_to_part(plan, 0.5, {name: torch.ones(1)}, rate, momentum) == pytest.approx(0.0, abs=1e-9)
     assert math.isnan(steps_to_part(s3d.SplitPlan(graph, []), 0.5, {}, rate, momentum))
+
+
+@pytest.mark.parametrize(("m", "c"), [(2, 1.0), (2, 3.0), (3, 3.0)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_rate_at_which_copies_part_is_that_of_gradient_descent(m: int, c: float, sign: float) -> None:
+    # The gradient of copy k is w_k S (theta_k - theta); S has one eigenvalue that matters.
+    S = sign * torch.diag(torch.tensor([2.0, 1e-6], dtype=torch.float64))
+    low, high = torch.linalg.eigh(S).eigenvalues
+    vectors = torch.linalg.eigh(S).eigenvectors
+    found = s3d.optimal_split(low, vectors[:, 0], high, vectors[:, 1], m, c)
+    if float(found.gain) == 0:
+        assert (sign, c) == (1.0, 1.0)
+        return
+    split = s3d.NeuronSplit("unit", 0, found.weights, found.offsets, float(found.gain))
+    rate, copies = 1e-3, 1e-4 * found.offsets
+    apart = [float(torch.cdist(copies, copies).max())]
+    for _ in range(4000):
+        copies = copies - rate * found.weights[:, None] * (copies @ S)
+        apart.append(float(torch.cdist(copies, copies).max()))
+    assert math.log(apart[4000] / apart[2000]) / 2000 == pytest.approx(parting_rate(split, rate, 0.0), rel=0.02)
 
 
 def test_history_tells_how_far_copies_are_apart(tmp_path: Path) -> None:

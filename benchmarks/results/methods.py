@@ -1,0 +1,84 @@
+"""The rows of experiment D: ways to come to a network at equal compute, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RATES = (0.1, 0.2, 0.4)
+# Some rows of two seeds show that the best rate lies between these.
+OUTER_RATES, OUTER_ROWS, OUTER_SEEDS = (0.05, 0.8), ("s2d", "net2net", "new", "uniform"), 2
+SEEDS = 12
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to come to a network.
+
+    Attributes:
+        key: its name in records.
+        title: its name on the page.
+        options: settings of `Growing`; empty for networks that are trained from scratch.
+        like: the row whose grown network, of the same seed and learning rate, gives the widths.
+        late: whether its seeds are run two ranks after those of the main rows.
+    """
+
+    key: str
+    title: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    like: str | None = None
+    late: bool = False
+
+
+def selected(m: int | str = 2, c: float = 1.0, by: str = "fraction") -> dict[str, Any]:
+    """Return settings of `Growing`: options of `select`, and whether filters or MACs limit the growth."""
+    return {"select": {"m": m, "c": c, "by": by}}
+
+
+S2D, NEW = selected(), {"splits": False, "new": {"kind": "random"}, **selected()}
+# The most important come first.
+ROWS = (
+    Row("s2d", "S2D, exact S, 0.3 relative", S2D),
+    Row("new", "new filters, random", NEW),
+    Row("s2d scratch", "scratch, widths of S2D", like="s2d"),
+    Row("new scratch", "scratch, widths of new filters", like="new"),
+    Row("s2d paper", "S2D, the paper's S, 0.3 relative", {**S2D, "curvature": "paper"}),
+    Row("net2net", "random splits (net2net), 0.3 relative", {"plan": "random splits", **S2D}),
+    Row("s3d", "S3D, m = 2, c = 1.3", selected(2, 1.3)),
+    Row("s3d scratch", "scratch, widths of S3D, m = 2, c = 1.3", like="s3d"),
+    Row("new macs", "new filters by gradient per MAC", {**NEW, **selected(by="macs")}),
+    Row("new macs scratch", "scratch, widths of new filters per MAC", like="new macs"),
+    Row("firefly", "Firefly", {**NEW, "new": {"kind": "firefly"}}),
+    Row("firefly scratch", "scratch, widths of Firefly", like="firefly"),
+    Row("uniform", "scratch, uniform blocks"),
+    Row("both", "S3D and new filters compete", {"new": {"kind": "random"}, **selected(2, 1.3)}),
+    Row("s3d c3", "S3D, m = 2, c = 3", selected(2, 3.0), late=True),
+    Row("s3d m3 c3", "S3D, m = 3, c = 3", selected(3, 3.0, "filters"), late=True),
+    Row("s3d knapsack", "S3D, knapsack, c = 3", selected("knapsack", 3.0, "filters"), late=True),
+    Row("gradmax", "GradMax", {**NEW, "new": {"kind": "gradmax"}}, late=True),
+    Row("new alike", "new filters, all layers alike", {"plan": "alike", **S2D}, late=True),
+    Row("s2d 1", "S2D, exact S, 1.0 relative", {**S2D, "eps": "relative:1"}, late=True),
+    Row("s2d 0.01", "S2D, exact S, 0.01", {**S2D, "eps": 0.01}, late=True),
+    Row("net2net 0.01", "random splits (net2net), 0.01", {"plan": "random splits", **S2D, "eps": 0.01}, late=True),
+    Row(
+        "regrow",
+        "prune and regrow",
+        {"new": {"kind": "random"}, "removals": True, **selected(2, 1.3, "filters")},
+        late=True,
+    ),
+    Row("l1", "pruned by L1 norms", {"prune": "l1"}, late=True),
+    Row("bn", "pruned by BatchNorm scales", {"prune": "bn"}, late=True),
+    Row("s2d phases", "S2D, a cosine per phase", {**S2D, "schedule": "phases"}, late=True),
+    Row("new phases", "new filters, a cosine per phase", {**NEW, "schedule": "phases"}, late=True),
+    Row("s2d reset", "S2D, optimizer state reset", {**S2D, "optimizer": "reset"}, late=True),
+    Row("new reset", "new filters, optimizer state reset", {**NEW, "optimizer": "reset"}, late=True),
+    Row("s2d recalibrated", "S2D, BatchNorm recalibrated", {**S2D, "batchnorm": "recalibrated"}, late=True),
+    Row("new recalibrated", "new filters, BatchNorm recalibrated", {**NEW, "batchnorm": "recalibrated"}, late=True),
+    Row("s2d scratch epochs", "scratch, widths of S2D, as many epochs", {"equal": "epochs"}, like="s2d", late=True),
+)
+
+
+def name(row: str, rate: float, seed: int) -> str:
+    """Return the name of a run."""
+    return f"{row}, lr {rate:g}, seed {seed}"
