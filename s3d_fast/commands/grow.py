@@ -251,6 +251,9 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, seed: int, out: P
     compute = training_compute(report.read_run(out))
     if compute and compute[-1] is not None:
         print(f"Training took {compute[-1]:.3e} MACs x samples: multiply-accumulates of a forward pass times samples.")
+        if job.scratch == "compute" and options.like is not None:
+            other = training_compute(report.read_run(options.like))[-1]
+            print(f"That is {compute[-1] / (other or math.nan):.2f} times what {options.like} took.")
     if not options.no_report:
         print(f"Written: {report.write_report(out)}")
 
