@@ -134,7 +134,7 @@ def test_grow_writes_a_run(digits_run: Path) -> None:
         json.dumps(
             recipe("digits").as_settings()
             | {"steps": 1, "epochs": 2, "widths": [2, 3, 4], "train_samples": 64, "test_samples": 20, "batch_size": 32}
-            | {"split_samples": 32, "split_batch": 16}
+            | {"split_samples": 32, "split_share": None, "split_batch": 16}
         )
     )
     phases = history(digits_run)
