@@ -243,14 +243,17 @@ def _grow(options: argparse.Namespace, recipe: recipes.Recipe, seed: int, out: P
     if not world.is_first:
         return
     print(text_table(_table(history)))
-    if METHODS[options.method].kind == "grow" and len(history) <= recipe.steps:
+    if history and METHODS[options.method].kind == "grow" and len(history) <= recipe.steps:
         print(
             f"Growth ended after phase {history[-1].index} of {recipe.steps}: nothing gains, or nothing that gains "
             "fits into what the step may cost."
         )
-    compute = training_compute(report.read_run(out))
+    compute = training_compute(report.read_run(out)) if history else []
     if compute and compute[-1] is not None:
         print(f"Training took {compute[-1]:.3e} MACs x samples: multiply-accumulates of a forward pass times samples.")
+        if job.scratch == "compute" and options.like is not None:
+            other = training_compute(report.read_run(options.like))[-1]
+            print(f"That is {compute[-1] / (other or math.nan):.2f} times what {options.like} took.")
     if not options.no_report:
         print(f"Written: {report.write_report(out)}")
 

@@ -121,7 +121,13 @@ def training_lengths(job: Job) -> list[Training]:
     # One network for all the compute: the largest.
     largest, samples = found[-1], len(job.train_set)
     graph = trace(largest.network(job), torch.zeros(2, *job.dataset.input_shape, device=job.torch_device))
-    return [replace(largest, epochs=max(1, round(taken[-1] / (costs.count(graph).macs * samples))))]
+    per_epoch = costs.count(graph).macs * samples
+    if taken[-1] < 0.5 * per_epoch:
+        raise ValueError(
+            f"like: {job.like} took {taken[-1]:.3g} MACs x samples, and one epoch of this network takes "
+            f"{per_epoch:.3g}: their compute cannot be equal; train on fewer samples, or compare with a longer run"
+        )
+    return [replace(largest, epochs=max(1, round(taken[-1] / per_epoch)))]
 
 
 def uniform_sizes(job: Job) -> list[tuple[int, ...]]:

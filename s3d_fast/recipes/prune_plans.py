@@ -36,8 +36,7 @@ def require_reachable(graph: Graph, units: Sequence[str], share: float, kept: fl
     if reached > share * full:
         raise ValueError(
             f"prune_to is too small: with the fewest neurons that stay in every layer, {KEPT} or more, the network "
-            f"still has {reached} of {full} MACs, a share of {reached / full:.3g}, and the method would prune to "
-            f"{share:.3g}"
+            f"still has {reached} of {full} MACs, a share of {reached / full:.3g}; pruning would go to {share:.3g}"
         )
 
 

@@ -19,10 +19,10 @@ def kept_figure(run: Run) -> Figure:
         return Figure(name, title, "Left out: no split was measured on fresh data.")
     marks: list[Mark] = [Guide(y=0.0, dashed=False), Guide(y=1.0, label="all of the promised gain")]
     for phase, kept in found:
-        words = (f"split after phase {phase.index}", f"kept {wording.percent(kept)}")
-        words += (f"batches of the split: {phase.batches}",) if phase.batches else ()
+        words = [f"split after phase {phase.index}", f"kept {wording.percent(kept)}"]
+        words += [f"batches of the split: {phase.batches}"] if phase.batches else []
         low, high = min(0.0, kept), max(0.0, kept)
-        marks.append(Box(phase.index - 0.3, phase.index + 0.3, low, high, _KEPT, words))
+        marks.append(Box(phase.index - 0.3, phase.index + 0.3, low, high, _KEPT, tuple(words)))
     places = [phase.index for phase, _ in found]
     plot = Plot(
         name,

@@ -134,7 +134,7 @@ def test_grow_writes_a_run(digits_run: Path) -> None:
         json.dumps(
             recipe("digits").as_settings()
             | {"steps": 1, "epochs": 2, "widths": [2, 3, 4], "train_samples": 64, "test_samples": 20, "batch_size": 32}
-            | {"split_samples": 32, "split_batch": 16}
+            | {"split_samples": 32, "split_share": None, "split_batch": 16}
         )
     )
     phases = history(digits_run)
@@ -173,7 +173,8 @@ def test_grow_prints_a_table_and_nothing_else_if_quiet(tmp_path: Path, capfd: py
     lines = out.splitlines()
     assert lines[0].split()[:2] == ["phase", "filters"]
     phases = history(tmp_path / "run")
-    for line, phase in zip(lines[2:], phases, strict=True):
+    assert lines[-1].startswith("Training took ")
+    for line, phase in zip(lines[2:-1], phases, strict=True):
         expected = [phase["index"], sum(phase["widths"].values()), phase["params"], phase["macs"]]
         assert line.split()[:5] == [*map(str, expected), f"{phase['metrics']['accuracy']:.4f}"]
     assert not (tmp_path / "run" / "report.html").exists()
@@ -538,11 +539,11 @@ def test_a_dry_run_says_what_a_capture_keeps(digits_run: Path, capsys: pytest.Ca
     assert "GFLOP" in everything
     assert main(["inspect", str(digits_run), "--dry-run", "--memory-budget", "20MB"]) == 0
     assert "a budget of 19.1 MiB" in capsys.readouterr().out
-    # 512 samples are 4 batches of 128; each of three processes gets at most two of them.
+    # A share of 0.8 is 8 batches of 128; each of three processes gets at most three of them.
     assert main(["inspect", "digits", "--dry-run", "--processes", "3", "--device", "cpu"]) == 0
     shared = capsys.readouterr().out
-    assert "4 batches of 128 training samples, 2 in each process" in shared
-    assert "the capture of 2 batches" in shared
+    assert "8 batches of 128 training samples, 3 in each process" in shared
+    assert "the capture of 3 batches" in shared
     assert main(["inspect", "digits", "--dry-run", "--processes", "0"]) == 2
     assert "processes" in capsys.readouterr().err
     assert main(["inspect", "digits", "--dry-run", "--memory-budget", "little"]) == 2

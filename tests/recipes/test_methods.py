@@ -107,7 +107,7 @@ def test_scratch_does_not_know_the_grown_weights(grown: Path) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("method", ["full", "scratch", "uniform"])
+@pytest.mark.parametrize("method", ["scratch", "uniform"])
 def test_equal_compute(method: str, grown: Path) -> None:
     of_run = job(method, None, like=grown, scratch="compute")
     (training,) = training_lengths(of_run)
@@ -116,6 +116,11 @@ def test_equal_compute(method: str, grown: Path) -> None:
     assert wanted is not None
     per_epoch = costs.count(graph).macs * len(of_run.train_set)
     assert training.epochs == max(1, round(wanted / per_epoch))
+
+
+def test_compute_that_cannot_be_equal_is_refused(grown: Path) -> None:
+    with pytest.raises(ValueError, match="one epoch of this network takes"):
+        training_lengths(job("full", None, like=grown, scratch="compute"))
 
 
 def test_width_multiplier() -> None:
