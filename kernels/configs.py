@@ -477,7 +477,9 @@ def _bound(device: Device, kept: Sequence[int], buffered: Sequence[int], stages:
     `buffered` tiles are loaded ahead: while the program works on one stage, the others are loaded. After the loop, the
     result (`epilogue`) takes the place of the tiles. On AMD, tiles that are kept also take each other's place.
     """
-    bound = max(sum(kept) + stages * sum(buffered), epilogue)
+    # The products of B200 take place behind barriers in memory, and may be a stage late.
+    ahead, barriers = (stages + 1, 256) if device.has_tensor_memory else (stages, 0)
+    bound = max(sum(kept) + ahead * sum(buffered), epilogue) + barriers
     # Every AMD GPU has the same, and the compile check shows that all configurations fit.
     return min(bound, AMD_SHARED_MEMORY) if device.vendor == "amd" else bound
 
@@ -488,7 +490,7 @@ def _copies(tile: int, device: Device, form: str, stored: torch.dtype) -> int:
         return 0
     if stored.itemsize == 2:
         return 4 * tile
-    return (2 if form == "tf32x3" else 1) * 4 * tile if device.has_wgmma else 0
+    return (2 if form == "tf32x3" else 1) * 4 * tile if device.has_wgmma or device.has_tensor_memory else 0
 
 
 def fused_memory(config: Config, device: Device, form: str, stored: torch.dtype, halves: int) -> int:
@@ -497,7 +499,8 @@ def fused_memory(config: Config, device: Device, form: str, stored: torch.dtype,
     planes, dtype = plane_storage(form, stored)
     vectors = halves * planes * BM * BD * dtype.itemsize
     # The product while it becomes an operand, in as many parts as it has.
-    moved = 0 if config.turned and dtype.itemsize == 2 else 2 * halves * planes * BN * BM * max(4, size)
+    stays = config.turned and dtype.itemsize == 2 and not device.has_tensor_memory
+    moved = 0 if stays else 2 * halves * planes * BN * BM * max(4, size)
     coefficients = (1 if halves == 1 else 3) * BN * BM * size
     copies = 2 * _copies(BN * BD, device, form, stored)
     return _bound(device, [vectors, moved, copies], [BN * BD * size, coefficients], config.stages)
