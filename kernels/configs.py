@@ -418,9 +418,10 @@ def pointwise(
 ) -> list[Config]:
     """Return the configurations for a layer that fit the device, the default one first; none if it is too wide."""
     entry = _chosen(POINTWISE, POINTWISE_UNALIGNED, device, arithmetic(form, stored), is_aligned)
-    # One warp with unaligned rows would spill on B200.
-    least = 32 if device.has_tensor_memory and not is_aligned else 1
-    found = _tiles(entry, device, form, width, max(filters, least))
+    found = _tiles(entry, device, form, width, filters)
+    if device.has_tensor_memory and not is_aligned:
+        # One warp would spill if it computed U^T.
+        found = [replace(own, turned=False) if (own.warps, own.depth) == (1, 64) else own for own in found]
     return [own for own in found if fused_memory(own, device, form, stored, 1) <= device.shared_memory]
 
 
