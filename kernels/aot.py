@@ -32,7 +32,7 @@ EVERYTHING = (*CHECKED, "fp64", "fp32 medium", "bf16 medium", "fp16 medium")
 # rows go through registers, entry by entry, and from there to shared memory, tile by tile.
 MOST_BARRIERS, MOST_BARRIERS_BIASED, MOST_BARRIERS_UNALIGNED = 4, 6, 12
 # On B200 all warps wait before and after every product, which another unit computes.
-MOST_BARRIERS_TENSOR_MEMORY = 20
+MOST_BARRIERS_TENSOR_MEMORY, MOST_BARRIERS_TENSOR_MEMORY_UNALIGNED = 20, 40
 # The most tensor-core work in a pass of a main loop, over what its tile needs.
 MOST_OVERHEAD = 1.1
 
@@ -58,7 +58,8 @@ def faults(compiled: Compiled) -> list[str]:
         if compiled.kernel.endswith((", general", ", any C")):
             most = MOST_BARRIERS_UNALIGNED
         if device.has_tensor_memory:
-            most = MOST_BARRIERS_TENSOR_MEMORY
+            is_plain = most < MOST_BARRIERS_UNALIGNED
+            most = MOST_BARRIERS_TENSOR_MEMORY if is_plain else MOST_BARRIERS_TENSOR_MEMORY_UNALIGNED
         if compiled.loop_barriers > most:
             found.append(f"has {compiled.loop_barriers} barriers in a loop, more than {most}")
         # float64 has few tensor cores; its tiles are small, and warps repeat each other's work.

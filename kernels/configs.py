@@ -49,10 +49,16 @@ class Config:
         # rows; with 64 filters, four warps would multiply together (wgmma) and spill.
         if form not in ("split", "rounded"):
             own = min(own, 32)
-            return replace(self, rows=16, filters=own, warps=own // (16 if self.depth == 16 else 8), turned=False)
+            if own == 32 and self.depth <= 32:
+                rows, warps = (16, 1) if self.depth == 16 else (32, 2)
+            else:
+                rows, warps = 16, own // (16 if self.depth == 16 else 8)
+            return replace(self, rows=rows, filters=own, warps=warps, turned=False)
         own = min(own, 32) if self.depth == 256 else own
         rows = 16 if self.depth >= 64 else min(32, self.rows)
-        return replace(self, rows=rows, filters=own, warps=max(1, self.warps * own // self.filters))
+        # Four warps with 16 rows would repeat work if they computed U^T.
+        turned = self.turned and not (own == 64 and rows == 16)
+        return replace(self, rows=rows, filters=own, warps=max(1, self.warps * own // self.filters), turned=turned)
 
     def for_two_products(self) -> Config:
         """Return this configuration of launch 1 of `pointwise_wide` with half the filters: each has two products."""
@@ -210,6 +216,14 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
     ("amd", "fp64"): {width: ((16, 16, 4, 2),) for width in WIDTHS},
     ("interpreter", "fp64"): {width: ((128, 64, 1, 1), (64, 32, 1, 1)) for width in WIDTHS},
 }
+# Where the compiler for B200 would spill.
+POINTWISE["blackwell", "fp32"] = {**POINTWISE["nvidia", "fp32"], 256: ((16, 32, 8, 2, FLAT), (16, 16, 8, 3, FLAT))}
+POINTWISE["blackwell", "tf32x3"] = {
+    **POINTWISE["nvidia", "tf32x3"],
+    16: ((32, 32, 2, 2, FLAT),),
+    32: ((32, 32, 2, 2, FLAT),),
+}
+POINTWISE["blackwell", "bf16"] = {**POINTWISE["nvidia", "bf16"], 32: ((64, 64, 4, 2),)}
 # Used instead if rows may be unaligned: every entry of a tile then needs its own address.
 POINTWISE_UNALIGNED: dict[tuple[str, str], Tiles] = {
     ("nvidia", "bf16"): {
@@ -227,6 +241,11 @@ POINTWISE_UNALIGNED: dict[tuple[str, str], Tiles] = {
     ("nvidia", "tf32"): {width: POINTWISE["nvidia", "tf32"][width] for width in WIDTHS[:4]},
     ("nvidia", "tf32x3"): {
         16: ((64, 64, 4, 2, FLAT),),
+        32: ((32, 64, 4, 2),),
+        64: ((32, 32, 4, 2, FLAT),),
+    },
+    ("blackwell", "tf32x3"): {
+        16: ((32, 64, 4, 2),),
         32: ((32, 64, 4, 2),),
         64: ((32, 32, 4, 2, FLAT),),
     },
@@ -274,6 +293,7 @@ GATED: dict[tuple[str, str], Tiles] = {
     ("amd", "fp64"): {width: ((16, 16, 4, 2),) for width in WIDTHS[:4]},
     ("interpreter", "fp64"): {width: ((128, 64, 1, 1), (64, 32, 1, 1)) for width in WIDTHS},
 }
+GATED["blackwell", "fp32"] = {**GATED["nvidia", "fp32"], 32: ((32, 32, 4, 3, FLAT),)}
 GATED_UNALIGNED: dict[tuple[str, str], Tiles] = {
     ("nvidia", "bf16"): {16: ((16, 64, 4, 2),), 32: ((16, 64, 4, 2),), 64: ((16, 64, 4, 2),)},
     ("hopper", "bf16"): {16: ((16, 64, 4, 2),), 32: ((16, 64, 4, 2),), 64: ((16, 64, 4, 2),)},
@@ -283,6 +303,7 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1, FLAT),),
     ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
     ("hopper", "bf16"): (GroupedConfig(((64, 128), (64, 128), (64, 128), (64, 128), (32, 128)), 8, 3, 1),),
+    ("blackwell", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
     ("nvidia", "tf32"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
     ("hopper", "tf32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
     ("nvidia", "tf32x3"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
@@ -315,6 +336,7 @@ GROUPED_UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("hopper", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64)), 4, 2, 2),),
     ("nvidia", "tf32"): (GroupedConfig(((64, 64), (64, 64), (32, 32)), 4, 2, 2, FLAT),),
     ("nvidia", "tf32x3"): (GroupedConfig(((64, 64, FLAT), (32, 64), (32, 32, FLAT)), 4, 2, 2),),
+    ("blackwell", "tf32x3"): (GroupedConfig(((32, 64), (32, 64), (32, 32, FLAT)), 4, 2, 2),),
     ("nvidia", "widened"): (GroupedConfig(((32, 64), (32, 64), (16, 64)), 4, 2, 2),),
     ("amd", "fp32"): (GroupedConfig(((16, 32), (16, 32), (16, 32), (16, 32), (16, 16)), 4, 2, 1),),
     ("amd", "fp64"): (GroupedConfig(((16, 16),) * 4, 4, 2, 1),),
@@ -356,6 +378,7 @@ WIDE_UNALIGNED: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("hopper", "tf32"): ((Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),),
     ("hopper", "tf32x3"): ((Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),),
     ("hopper", "widened"): ((Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),),
+    ("blackwell", "tf32x3"): ((Config(64, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),),
 }
 # Used instead of the first of a pair for at most FEW_ROWS rows: most reads are then of V, and small tiles spread them
 # over many programs.
@@ -396,6 +419,9 @@ def pointwise(
     """Return the configurations for a layer that fit the device, the default one first; none if it is too wide."""
     entry = _chosen(POINTWISE, POINTWISE_UNALIGNED, device, arithmetic(form, stored), is_aligned)
     found = _tiles(entry, device, form, width, filters)
+    if device.has_tensor_memory and not is_aligned:
+        # One warp would spill if it computed U^T.
+        found = [replace(own, turned=False) if (own.warps, own.depth) == (1, 64) else own for own in found]
     return [own for own in found if fused_memory(own, device, form, stored, 1) <= device.shared_memory]
 
 
@@ -404,7 +430,9 @@ def gated(
 ) -> list[Config]:
     """Return the configurations for gated units that fit the device, the default one first; none if too wide."""
     entry = _chosen(GATED, GATED_UNALIGNED, device, arithmetic(form, stored), is_aligned)
-    found = _tiles(entry, device, form, width, filters)
+    # Two warps with unaligned rows would have 16 barriers in a pass.
+    least = 64 if filters > 16 and not is_aligned else 1
+    found = _tiles(entry, device, form, width, max(filters, least))
     return [own for own in found if fused_memory(own, device, form, stored, 2) <= device.shared_memory]
 
 
@@ -450,7 +478,9 @@ def _bound(device: Device, kept: Sequence[int], buffered: Sequence[int], stages:
     `buffered` tiles are loaded ahead: while the program works on one stage, the others are loaded. After the loop, the
     result (`epilogue`) takes the place of the tiles. On AMD, tiles that are kept also take each other's place.
     """
-    bound = max(sum(kept) + stages * sum(buffered), epilogue)
+    # The products of B200 take place behind barriers in memory, and may be a stage late.
+    ahead, barriers = (stages + 1, 256) if device.has_tensor_memory else (stages, 0)
+    bound = max(sum(kept) + ahead * sum(buffered), epilogue) + barriers
     # Every AMD GPU has the same, and the compile check shows that all configurations fit.
     return min(bound, AMD_SHARED_MEMORY) if device.vendor == "amd" else bound
 
@@ -461,7 +491,7 @@ def _copies(tile: int, device: Device, form: str, stored: torch.dtype) -> int:
         return 0
     if stored.itemsize == 2:
         return 4 * tile
-    return (2 if form == "tf32x3" else 1) * 4 * tile if device.has_wgmma else 0
+    return (2 if form == "tf32x3" else 1) * 4 * tile if device.has_wgmma or device.has_tensor_memory else 0
 
 
 def fused_memory(config: Config, device: Device, form: str, stored: torch.dtype, halves: int) -> int:
@@ -470,7 +500,8 @@ def fused_memory(config: Config, device: Device, form: str, stored: torch.dtype,
     planes, dtype = plane_storage(form, stored)
     vectors = halves * planes * BM * BD * dtype.itemsize
     # The product while it becomes an operand, in as many parts as it has.
-    moved = 0 if config.turned and dtype.itemsize == 2 else 2 * halves * planes * BN * BM * max(4, size)
+    stays = config.turned and dtype.itemsize == 2 and not device.has_tensor_memory
+    moved = 0 if stays else 2 * halves * planes * BN * BM * max(4, size)
     coefficients = (1 if halves == 1 else 3) * BN * BM * size
     copies = 2 * _copies(BN * BD, device, form, stored)
     return _bound(device, [vectors, moved, copies], [BN * BD * size, coefficients], config.stages)

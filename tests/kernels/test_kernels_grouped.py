@@ -93,8 +93,7 @@ def test_a_layer_with_many_rows_is_shared_out_over_tiles(monkeypatch: pytest.Mon
 
 
 def test_rows_have_no_more_slices_than_fill_the_processors() -> None:
-    # Every slice writes sums of its own: MobileNetV1 at ImageNet size had 82 MB of them on H100, for 145 MB of rows and
-    # coefficients.
+    # Every slice writes sums: MobileNetV1 at ImageNet size had 82 MB of them on H100, for 145 MB of rows and C.
     device = TARGETS["sm_90"].device
     config = configs.grouped(device, "split", torch.bfloat16)[0]
     layers = []

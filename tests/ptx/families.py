@@ -33,7 +33,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 # The same for three TF32 products, and for products that round their factors to TF32 or to 16 bits.
-PRECISION_TOLERANCE = {"high": 1e-6, "medium": 2.0**-7}
+PRECISION_TOLERANCE = {"high": 2.0**-19, "medium": 2.0**-7}
 
 
 class Call(NamedTuple):
@@ -136,6 +136,8 @@ SMALL = {
     "pointwise 128": Call(MATVEC, rows(150, 128, 32), POINTWISE),
     "pointwise 256": Call(MATVEC, rows(100, 256, 32), POINTWISE),
     "pointwise general": Call(MATVEC, rows(170, 37, 19, bias=True, K=2), POINTWISE),
+    "pointwise 32 filters": Call(MATVEC, rows(150, 32, 32), POINTWISE),
+    "pointwise 60 filters": Call(MATVEC, rows(90, 100, 60), POINTWISE),
     "pointwise sum of slices": Call(MATVEC, rows(530, 16, 16), POINTWISE | {"sum_slices_kernel"}),
     "pointwise atomic": Call(MATVEC, rows(530, 20, 20, bias=True), POINTWISE, {"atomic": True}),
     "wide": Call(MATVEC, rows(130, 288, 32), WIDE),
@@ -164,7 +166,7 @@ SMALL = {
 }
 SMALL |= {
     f"{name} {precision}": SMALL[name]._replace(options={"precision": precision})
-    for name in ("pointwise 64", "wide", "grouped", "gated", "edgeconv")
+    for name in ("pointwise 64", "pointwise 32 filters", "wide", "grouped", "gated", "edgeconv")
     for precision in PRECISION_TOLERANCE
 }
 

@@ -23,7 +23,7 @@ def executed(shape: Shape, target: str) -> list[Any]:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
-    ("shape", "rows"), [(Shape(100352, 64, 128), 1280), (Shape(6272, 512, 512), 192)], ids=["grouped", "wide"]
+    ("shape", "rows"), [(Shape(100352, 64, 128), 1280), (Shape(6272, 512, 512), 384)], ids=["grouped", "wide"]
 )
 def test_a_third_size_executes_what_two_predict(
     target: str, shape: Shape, rows: int, compiled: Callable[..., Any]
