@@ -28,8 +28,8 @@ from s3d_fast.kernels.launch import Launch
 # The dtype of the rows, followed by the precision unless that is "highest".
 CHECKED = ("fp32", "bf16", "fp16", "fp32 high")
 EVERYTHING = (*CHECKED, "fp64", "fp32 medium", "bf16 medium", "fp16 medium")
-# The most barriers in a pass of a main loop. On tensor cores, unaligned numbers go through registers, entry by entry, and
-# from there to shared memory, with two barriers for every tile.
+# The most barriers in a pass of a main loop. For tensor cores, unaligned numbers go through registers, entry by entry,
+# and from there to shared memory, with two barriers for every tile.
 MOST_BARRIERS, MOST_BARRIERS_UNALIGNED = 4, 8
 # The most tensor-core work in a pass of a main loop, over what its tile needs.
 MOST_OVERHEAD = 1.1
