@@ -28,9 +28,9 @@ from s3d_fast.kernels.launch import Launch
 # The dtype of the rows, followed by the precision unless that is "highest".
 CHECKED = ("fp32", "bf16", "fp16", "fp32 high")
 EVERYTHING = (*CHECKED, "fp64", "fp32 medium", "bf16 medium", "fp16 medium")
-# The most barriers in a pass of a main loop. The sum of a bias takes two more if several warps hold its rows. Unaligned
-# rows go through registers, entry by entry, and from there to shared memory, tile by tile.
-MOST_BARRIERS, MOST_BARRIERS_BIASED, MOST_BARRIERS_UNALIGNED = 4, 6, 12
+# The most barriers in a pass of a main loop. For tensor cores, unaligned numbers go through registers, entry by entry,
+# and from there to shared memory, with two barriers for every tile.
+MOST_BARRIERS, MOST_BARRIERS_UNALIGNED = 4, 8
 # On B200 all warps wait before and after every product, which another unit computes.
 MOST_BARRIERS_TENSOR_MEMORY, MOST_BARRIERS_TENSOR_MEMORY_UNALIGNED = 20, 40
 # The most tensor-core work in a pass of a main loop, over what its tile needs.
@@ -54,12 +54,13 @@ def faults(compiled: Compiled) -> list[str]:
     if compiled.dtype not in ("fp32", "fp64") and not compiled.tensor_core:
         found.append("has no tensor-core instruction")
     if device.vendor == "nvidia":
-        most = MOST_BARRIERS_BIASED if compiled.kernel.endswith(", bias") else MOST_BARRIERS
-        if compiled.kernel.endswith((", general", ", any C")):
-            most = MOST_BARRIERS_UNALIGNED
+        # IEEE products are made of single multiplications.
+        is_ieee = compiled.dtype in ("fp32", "fp64")
+        is_general = compiled.kernel.endswith((", general", ", any C"))
         if device.has_tensor_memory:
-            is_plain = most < MOST_BARRIERS_UNALIGNED
-            most = MOST_BARRIERS_TENSOR_MEMORY if is_plain else MOST_BARRIERS_TENSOR_MEMORY_UNALIGNED
+            most = MOST_BARRIERS_TENSOR_MEMORY_UNALIGNED if is_general else MOST_BARRIERS_TENSOR_MEMORY
+        else:
+            most = MOST_BARRIERS_UNALIGNED if is_general and not is_ieee else MOST_BARRIERS
         if compiled.loop_barriers > most:
             found.append(f"has {compiled.loop_barriers} barriers in a loop, more than {most}")
         # float64 has few tensor cores; its tiles are small, and warps repeat each other's work.

@@ -16,6 +16,7 @@ from torch import Tensor
 from s3d_fast.kernels import (
     configs,
     curvature,
+    depthwise,
     edgeconv,
     gated,
     grouped,
@@ -31,7 +32,7 @@ from s3d_fast.kernels.options import TritonOptions, triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.maths.activations import activation, activation_names
 from s3d_fast.maths.incoming import Incoming
-from s3d_fast.maths.reference import EdgeTies, KrylovState, Widening
+from s3d_fast.maths.reference import DepthwiseStage, EdgeTies, KrylovState, Widening
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # With this many filters every tile has its full size; layers with fewer filters get smaller tiles.
@@ -66,7 +67,7 @@ class CheckedLaunches:
         yield from self.biased()
         for is_general in (False, True):
             suffix = ", general" * is_general
-            for launches in (self.pointwise, self.wide, self.gated, self.edgeconv, self.grouped):
+            for launches in (self.pointwise, self.wide, self.gated, self.edgeconv, self.grouped, self.depthwise):
                 for launch in launches(is_general):
                     yield replace(launch, name=launch.name + suffix)
         yield from self.curvature()
@@ -178,6 +179,16 @@ class CheckedLaunches:
                 table = grouped.make_table(layers, vectors, own, self.device)
             for launch in grouped.plan(layers, vectors, table, self.device, self.options, own).launches:
                 yield replace(launch, name=launch.name + name * (launch.name == "grouped"))
+
+    def depthwise(self, is_general: bool) -> Iterator[Launch]:
+        X, C, V, bias = self.layer(64, MANY_FILTERS, is_general)
+        images, size, filters = 16, 64, C.shape[1]
+        maps, halved = self.rows(images, size, size, filters), self.rows(images, size // 2, size // 2, filters)
+        stage = DepthwiseStage(stride=(2, 2), padding=(1, 1))
+        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS, not is_general)[0]
+        yield from depthwise.plan(
+            X, [maps, halved], [maps], [self.rows(filters, 3, 3)], [stage], V, bias, self.device, self.options, pair
+        ).launches
 
     def curvature(self) -> Iterator[Launch]:
         entries = self.rows(64, 32, 7)

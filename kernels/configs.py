@@ -328,7 +328,6 @@ GROUPED_FEW: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
 GROUPED_ANY_C: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1, FLAT),),
     ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
-    ("hopper", "bf16"): GROUPED["hopper", "bf16"],
 }
 GROUPED_UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1, FLAT),),

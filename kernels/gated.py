@@ -103,7 +103,9 @@ def gated_kernel(
     # No program is without rows: the assembler then sees no path on which sums are defined a second time.
     tl.assume(first < last)
     a_total, b_total = tl.zeros((BM, BD), number), tl.zeros((BM, BD), number)
-    a_ones, b_ones = tl.zeros((BM,), number), tl.zeros((BM,), number)
+    # Rows are added up after the loop: warps would have to wait for each other in every pass.
+    a_ones = tl.zeros((BN, BM) if ACROSS else (BM, BN), number)
+    b_ones = a_ones
     for begin in range(first, last, BN):
         inside_n = r < last - begin
         inside = inside_n[:, None] & inside_f[None, :]
@@ -114,35 +116,38 @@ def gated_kernel(
         if FULL:
             own_b = tl.load(c22 + begin * c22_row + c22_tile, mask=inside, other=0.0)
         if ACROSS:
-            p = tl.trans(stored_times(x, a, a_low, tl.zeros((BN, BM), number), FORM))
-            q = tl.trans(stored_times(x, b, b_low, tl.zeros((BN, BM), number), FORM))
+            p = stored_times(x, a, a_low, tl.zeros((BN, BM), number), FORM)
+            q = stored_times(x, b, b_low, tl.zeros((BN, BM), number), FORM)
         else:
             p = times_stored(a, a_low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
             q = times_stored(b, b_low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
-        if one is not None:
-            scale = (tl.zeros((), tl.float32) + one).to(x.dtype)
-            own_a, mixed, own_b = own_a * scale, mixed * scale, own_b * scale
-        own_a, mixed = tl.trans(own_a).to(number), tl.trans(mixed).to(number)
+            if one is not None:
+                scale = (tl.zeros((), tl.float32) + one).to(x.dtype)
+                own_a, mixed, own_b = own_a * scale, mixed * scale, own_b * scale
+            own_a, mixed, own_b = tl.trans(own_a), tl.trans(mixed), tl.trans(own_b)
         if BIAS:
-            p += a_bias[:, None]
-            q += b_bias[:, None]
-        upper = own_a * p + mixed * q
-        lower = mixed * p
+            p += a_bias[None, :] if ACROSS else a_bias[:, None]
+            q += b_bias[None, :] if ACROSS else b_bias[:, None]
+        upper = own_a.to(number) * p + mixed.to(number) * q
+        lower = mixed.to(number) * p
         if FULL:
-            lower += tl.trans(own_b).to(number) * q
+            lower += own_b.to(number) * q
+        if BIAS:
+            a_ones += upper
+            b_ones += lower
+        if ACROSS:
+            upper, lower = tl.trans(upper), tl.trans(lower)
         a_total = times_rows(upper, x, a_total, FORM)
         b_total = times_rows(lower, x, b_total, FORM)
-        if BIAS:
-            a_ones += tl.sum(upper, 1)
-            b_ones += tl.sum(lower, 1)
     out += (slice_index * F + first_filter) * (2 * half)
     places = own[:, None] * (2 * half) + d[None, :]
     inside_out = inside_f[:, None] & inside_d[None, :]
     tl.store(out + places, a_total, mask=inside_out)
     tl.store(out + half + places, b_total, mask=inside_out)
     if BIAS:
-        tl.store(out + (own * (2 * half) + D), a_ones, mask=inside_f)
-        tl.store(out + (own * (2 * half) + half + D), b_ones, mask=inside_f)
+        axis: tl.constexpr = 0 if ACROSS else 1
+        tl.store(out + (own * (2 * half) + D), tl.sum(a_ones, axis), mask=inside_f)
+        tl.store(out + (own * (2 * half) + half + D), tl.sum(b_ones, axis), mask=inside_f)
 
 
 @triton.jit(do_not_specialize=["begin", "end"])

@@ -82,7 +82,8 @@ def fused_rows(
     # No program is without rows: the assembler then sees no path on which the sums are defined a second time.
     tl.assume(first < last)
     total = tl.zeros((BM, BD), number)
-    bias_total = tl.zeros((BM,), number)
+    # Rows are added up after the loop: warps would have to wait for each other in every pass.
+    ones = tl.zeros((BM, BN) if TURNED else (BN, BM), number)
     for begin in range(first, last, BN):
         inside_n = r < last - begin
         x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
@@ -91,7 +92,10 @@ def fused_rows(
             u = stored_times(x, high, low, tl.zeros((BN, BM), number), FORM)
             if BIAS:
                 u += b[None, :]
-            u = tl.trans(u * c.to(number))
+            u *= c.to(number)
+            if BIAS:
+                ones += u
+            u = tl.trans(u)
         else:
             u = times_stored(high, low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
             if BIAS:
@@ -99,10 +103,10 @@ def fused_rows(
             if one is not None:
                 c *= (tl.zeros((), tl.float32) + one).to(c.dtype)
             u *= tl.trans(c).to(number)
+            if BIAS:
+                ones += u
         total = times_rows(u, x, total, FORM)
-        if BIAS:
-            bias_total += tl.sum(u, 1)
-    return total, bias_total
+    return total, tl.sum(ones, 1 if TURNED else 0)
 
 
 @triton.jit

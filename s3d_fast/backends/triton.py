@@ -14,6 +14,7 @@ from s3d_fast.base.dtypes import compute_dtype
 from s3d_fast.kernels import (
     curvature,
     dense,
+    depthwise,
     edgeconv,
     gated,
     grouped,
@@ -32,7 +33,7 @@ from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, Kry
 class TritonBackend(Backend):
     """Kernels for NVIDIA and AMD.
 
-    Dense matrices and their eigenproblems, convolutions, depthwise chains and channels of several layers use PyTorch.
+    Dense matrices and their eigenproblems, convolutions and channels of several layers use PyTorch.
     """
 
     name = "triton"
@@ -68,7 +69,9 @@ class TritonBackend(Backend):
         V: Tensor,
         bias: bool,
     ) -> Tensor:
-        return REFERENCE.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
+        if not depthwise.supports(X, C):
+            return REFERENCE.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
+        return depthwise.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
 
     def depthwise_matvec_grouped(
         self,
@@ -81,7 +84,9 @@ class TritonBackend(Backend):
         V: Sequence[Tensor],
         bias: Sequence[bool],
     ) -> list[Tensor]:
-        return REFERENCE.depthwise_matvec_grouped(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
+        layers = zip(X, C, d, weight, stages, V, bias, strict=True)
+        names = ("X", "C", "d", "weight", "stages", "V", "bias")
+        return [self.depthwise_matvec(**dict(zip(names, layer, strict=True))) for layer in layers]
 
     def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
         return REFERENCE.depthwise_row_norms(X=X, d=d, weight=weight, stage=stage, bias=bias)

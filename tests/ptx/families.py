@@ -16,6 +16,7 @@ from s3d_fast.maths.reference import Widening
 from tests.backends.agreement import (
     Arguments,
     assert_agrees,
+    depthwise_of,
     edges_of,
     gated_of,
     kink_widths,
@@ -23,7 +24,7 @@ from tests.backends.agreement import (
     layers_of,
     rows_of,
 )
-from tests.cases import EdgeCase, RowsCase, compute_dtype, random_tensor
+from tests.cases import HALVED, SAME, UNEVEN, DepthwiseCase, EdgeCase, RowsCase, compute_dtype, random_tensor
 
 # The largest error, as a fraction of the largest entry, against float64 with the same stored rows.
 ROWS_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
@@ -77,6 +78,10 @@ def layers(*shapes: tuple[int, int, int], bias: bool = False, K: int = 0) -> Cal
     return lambda dtype: layers_of([rows_of(RowsCase(*shape, dtype, bias, K)) for shape in shapes])
 
 
+def stages(*sizes: Any, bias: bool = False, K: int = 0) -> Callable[[torch.dtype], Arguments]:
+    return lambda dtype: depthwise_of(DepthwiseCase(*sizes, dtype, bias, K))
+
+
 def curvature(name: str, by_width: bool = False) -> Callable[[torch.dtype], Arguments]:
     def arguments(dtype: torch.dtype) -> Arguments:
         act = activation("gelu", approximate="tanh") if name == "gelu_tanh" else activation(name)
@@ -124,6 +129,7 @@ def certificate(dtype: torch.dtype) -> Arguments:
 POINTWISE, WIDE = {"fused_kernel"}, {"project_kernel", "accumulate_kernel"}
 GROUPED = {"grouped_kernel", "sum_layers_kernel"}
 EDGES = {"point_products_kernel", "accumulate_kernel"}
+DEPTHWISE = {"maps_kernel", "stage_forth_kernel", "stage_back_kernel", "accumulate_kernel"}
 # Where tiles of the fused kernel do not fit, the product goes through memory.
 INSTEAD = {"gated_kernel": {"gated_project_kernel", "accumulate_kernel"}}
 MATVEC, GROUPED_MATVEC, EDGECONV = "splitting_matvec", "splitting_matvec_grouped", "edgeconv_matvec"
@@ -153,6 +159,10 @@ SMALL = {
         EDGECONV, edges(2, 37, 20, 4, 24, ties="sloped", bias=True, K=2), EDGES | {"receive_kernel"}
     ),
     "edgeconv atomic": Call(EDGECONV, edges(2, 37, 20, 4, 24, bias=True), EDGES, {"atomic": True}),
+    "depthwise": Call("depthwise_matvec", stages(2, 4, 5, 16, 32, (((3, 3), SAME),)), DEPTHWISE),
+    "depthwise general": Call(
+        "depthwise_matvec", stages(2, 5, 4, 9, 7, (((3, 3), HALVED), ((2, 1), UNEVEN)), bias=True, K=2), DEPTHWISE
+    ),
     "curvature": Call("curvature_coefficients", curvature("silu"), {"curvature_kernel"}),
     "curvature by width": Call("curvature_coefficients", curvature("hardswish", True), {"curvature_kernel"}),
     "surgery": Call("grow_weights", surgery, {"grow_kernel"}),

@@ -1,0 +1,294 @@
+"""S v for pointwise filters that depthwise stages follow: a product, two passes over the maps per stage, a product.
+
+With r_0 = X v:  r_(i+1) = dw_i(d_i r_i),  y_n = C_n r_n,  y_i = C_i r_i + d_i dw_i^T(y_(i+1)),  S v = X^T y_0.
+Maps are (positions, filters) in the dtype of the computation. A pass forth reads r_i with its slopes and writes
+r_(i+1), or y_n at the last stage. A pass back writes y_i over r_i, and y_0 as `pointwise_wide` stores its product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from s3d_fast.kernels import configs, launch
+from s3d_fast.kernels.configs import Config
+from s3d_fast.kernels.device import INTERPRETED, Device, describe
+from s3d_fast.kernels.launch import Launch, Plan
+from s3d_fast.kernels.options import TritonOptions, current
+from s3d_fast.kernels.pointwise_wide import (
+    accumulate_launches,
+    product_storage,
+    rows_product,
+    slices_of,
+    store_product,
+)
+from s3d_fast.kernels.products import PRODUCTS, is_by_single_multiplications, padded, product_form, split_launch
+from s3d_fast.maths.reference import DepthwiseStage
+
+
+@triton.jit(do_not_specialize=["begin", "end"])
+def maps_kernel(
+    X,  # (N, D)
+    V,  # (F, D (+ 1))
+    planes,  # (planes, F, pitch), the parts of V; if ACROSS, (planes, D, pitch)
+    maps,  # (chunk, m_row)
+    begin,
+    end,  # the chunk's rows are [begin, end)
+    D,
+    F,
+    x_row,
+    x_column,
+    v_row,
+    plane,
+    pitch,
+    m_row,
+    BIAS: tl.constexpr,
+    FORM: tl.constexpr,
+    ACROSS: tl.constexpr,
+    FAR: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """maps = X V^T + bias for a chunk of rows."""
+    blocks = tl.cdiv(F, BM)
+    first_filter = (tl.program_id(0) % blocks) * BM
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BN
+    r, f = tl.arange(0, BN), first_filter + tl.arange(0, BM)
+    parts = planes + (first_filter if ACROSS else first_filter.to(tl.int64) * pitch)
+    u = rows_product(
+        X + (begin + row) * x_row, parts, end - begin - row, F - first_filter, D, x_row, x_column, plane, pitch,
+        FORM, ACROSS, FAR, BN, BM, BK,
+    )  # fmt: skip
+    if BIAS:
+        u += tl.load(V + f.to(tl.int64) * v_row + D, mask=f < F, other=0.0)[None, :]
+    inside = (r < end - begin - row)[:, None] & (f < F)[None, :]
+    tl.store(maps + row * m_row + (r[:, None] * m_row + f[None, :]), u, mask=inside)
+
+
+@triton.jit
+def stage_forth_kernel(
+    maps,  # (images height width, m_row): r
+    slopes,  # (images height width, M): d
+    weight,  # (M, taps)
+    C,  # (images out_height out_width, M); not read unless LAST
+    out,  # (images out_height out_width, m_row): dw(d r), times C if LAST
+    rows,  # of out
+    height,
+    width,
+    out_height,
+    out_width,
+    F,
+    M,
+    m_row,
+    taps,
+    kernel_width,
+    stride_h,
+    stride_w,
+    padding_h,
+    padding_w,
+    dilation_h,
+    dilation_w,
+    LAST: tl.constexpr,
+    BP: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """out[o] = sum over taps t of weight[t] slopes[o + t] maps[o + t], where it is inside the map."""
+    number = maps.dtype.element_ty
+    n = tl.program_id(0) * BP + tl.arange(0, BP)
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    column = f % M
+    inside = (n < rows)[:, None] & (f < F)[None, :]
+    top = (n // out_width) % out_height * stride_h - padding_h
+    left = n % out_width * stride_w - padding_w
+    image = n // (out_width * out_height)
+    total = tl.zeros((BP, BF), number)
+    for t in range(taps):
+        h, w = top + t // kernel_width * dilation_h, left + t % kernel_width * dilation_w
+        hit = inside & ((h >= 0) & (h < height) & (w >= 0) & (w < width))[:, None]
+        place = ((image * height + h) * width + w).to(tl.int64)[:, None]
+        r = tl.load(maps + place * m_row + f[None, :], mask=hit, other=0.0)
+        slope = tl.load(slopes + place * M + column[None, :], mask=hit, other=0.0).to(number)
+        tap = tl.load(weight + column * taps + t, mask=f < F, other=0.0).to(number)
+        total += tap[None, :] * (slope * r)
+    place = n.to(tl.int64)[:, None]
+    if LAST:
+        total *= tl.load(C + place * M + column[None, :], mask=inside, other=0.0).to(number)
+    tl.store(out + place * m_row + f[None, :], total, mask=inside)
+
+
+@triton.jit
+def stage_back_kernel(
+    maps,  # (images height width, m_row): r
+    slopes,  # (images height width, M): d
+    weight,  # (M, taps)
+    C,  # (images height width, M)
+    after,  # (images out_height out_width, m_row): y of the next stage
+    out,  # (images height width, m_row), or (planes, images height width, m_row) at the first stage; may be maps
+    rows,  # of out
+    height,
+    width,
+    out_height,
+    out_width,
+    F,
+    M,
+    m_row,
+    plane,
+    taps,
+    kernel_width,
+    stride_h,
+    stride_w,
+    padding_h,
+    padding_w,
+    dilation_h,
+    dilation_w,
+    FORM: tl.constexpr,  # how out is stored; "ieee" is as it is
+    BP: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """out[p] = C[p] maps[p] + slopes[p] sum over taps t of weight[t] after[o], where p = o + t."""
+    number = maps.dtype.element_ty
+    n = tl.program_id(0) * BP + tl.arange(0, BP)
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    column = f % M
+    inside = (n < rows)[:, None] & (f < F)[None, :]
+    bottom, right = (n // width) % height + padding_h, n % width + padding_w
+    image = n // (width * height)
+    total = tl.zeros((BP, BF), number)
+    for t in range(taps):
+        h, w = bottom - t // kernel_width * dilation_h, right - t % kernel_width * dilation_w
+        # Of a stride, only every so many positions are ones of the next map.
+        is_met = (h >= 0) & (w >= 0) & (h % stride_h == 0) & (w % stride_w == 0)
+        h, w = h // stride_h, w // stride_w
+        hit = inside & (is_met & (h < out_height) & (w < out_width))[:, None]
+        place = ((image * out_height + h) * out_width + w).to(tl.int64)[:, None]
+        y = tl.load(after + place * m_row + f[None, :], mask=hit, other=0.0)
+        tap = tl.load(weight + column * taps + t, mask=f < F, other=0.0).to(number)
+        total += tap[None, :] * y
+    place = n.to(tl.int64)[:, None]
+    own = place * M + column[None, :]
+    total *= tl.load(slopes + own, mask=inside, other=0.0).to(number)
+    r = tl.load(maps + place * m_row + f[None, :], mask=inside, other=0.0)
+    total += tl.load(C + own, mask=inside, other=0.0).to(number) * r
+    store_product(out, plane, place * m_row + f[None, :], total, inside, FORM)
+
+
+STAGE_POSITIONS, STAGE_FILTERS, STAGE_WARPS = (64, 64, 4) if INTERPRETED else (16, 64, 4)
+
+
+def supports(X: Tensor, C: Sequence[Tensor]) -> bool:
+    """Return whether there is something to compute: rows with columns, and maps that are not empty."""
+    return X.numel() > 0 and all(maps.numel() > 0 for maps in C)
+
+
+def plan(
+    X: Tensor,
+    C: Sequence[Tensor],
+    d: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    stages: Sequence[DepthwiseStage],
+    V: Tensor,
+    bias: bool,
+    device: Device,
+    options: TritonOptions,
+    pair: tuple[Config, Config],
+) -> Plan:
+    """Return the launches for contiguous vectors V (F, D (+ 1)), chunk of images by chunk."""
+    D, F, M = X.shape[1], len(V), C[0].shape[3]
+    form = product_form(X.dtype, options.arithmetic, device)
+    project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
+    across = is_by_single_multiplications(form, device)
+    far = launch.is_far((256, max(D, F)), X.stride())
+    split, parts = split_launch(V, form, X.dtype, across, range(D))
+    count, dtype = product_storage(form, X.dtype)
+    images, m_row = C[0].shape[0], padded(F)
+    sizes = [own.shape[1] * own.shape[2] for own in C]
+    per_image = m_row * (V.itemsize * sum(sizes) + count * dtype.itemsize * sizes[0])
+    chunk = min(images, max(1, options.scratch_bytes // per_image))
+    maps = [V.new_empty(chunk * size, m_row) for size in sizes]
+    U = X.new_empty(count, chunk * sizes[0], m_row, dtype=dtype)
+    per_slice, slices = slices_of(X, chunk * sizes[0], F, accumulate, device)
+    out = V.new_empty(slices, *V.shape)
+    flat = [[own.reshape(-1, M).contiguous() for own in lists] for lists in (C, d)]
+    taps = [own.reshape(M, -1).contiguous() for own in weight]
+    launches = [split]
+    for first in range(0, images, chunk):
+        last = min(first + chunk, images)
+        begin, end = first * sizes[0], last * sizes[0]
+        arguments = dict(
+            X=X, V=V, planes=parts, maps=maps[0], begin=begin, end=end, D=D, F=F, x_row=X.stride(0),
+            x_column=X.stride(1), v_row=V.stride(0), plane=parts.stride(0), pitch=parts.stride(1), m_row=m_row,
+            BIAS=bias, FORM=form, ACROSS=across, FAR=far, BN=project.rows, BM=project.filters, BK=project.depth,
+        )  # fmt: skip
+        grid = (triton.cdiv(F, project.filters) * triton.cdiv(end - begin, project.rows),)
+        work = (PRODUCTS[form] * project.rows * project.filters * project.depth,)
+        launches.append(
+            Launch(
+                "depthwise, project", maps_kernel, grid, arguments, project.warps, project.stages, work, project.label
+            )
+        )
+        coefficients, slopes = (
+            [own[first * size : last * size] for own, size in zip(lists, sizes, strict=False)] for lists in flat
+        )
+        common = [
+            dict(
+                maps=maps[i], slopes=slopes[i], weight=taps[i], F=F, M=M, m_row=m_row, taps=taps[i].shape[1],
+                kernel_width=weight[i].shape[2], height=C[i].shape[1], width=C[i].shape[2],
+                out_height=C[i + 1].shape[1], out_width=C[i + 1].shape[2], BP=STAGE_POSITIONS, BF=STAGE_FILTERS,
+                **_geometry(stage),
+            )
+            for i, stage in enumerate(stages)
+        ]  # fmt: skip
+        for i, own in enumerate(common):
+            rows = (last - first) * sizes[i + 1]
+            own = dict(own, C=coefficients[i + 1], out=maps[i + 1], rows=rows, LAST=i + 1 == len(stages))
+            launches.append(_stage_launch("depthwise, forth", stage_forth_kernel, rows, F, own))
+        for i in reversed(range(len(stages))):
+            rows = (last - first) * sizes[i]
+            own = dict(common[i], C=coefficients[i], after=maps[i + 1], out=maps[i], rows=rows, plane=0, FORM="ieee")
+            if i == 0:
+                own |= dict(out=U, plane=U.stride(0), FORM=form)
+            launches.append(_stage_launch("depthwise, back", stage_back_kernel, rows, F, own))
+        launches += accumulate_launches(
+            X, U, out, (begin, end), F, 0, range(F * bias), per_slice, form, far, accumulate
+        )
+    return launch.summed(launches, out)
+
+
+def _geometry(stage: DepthwiseStage) -> dict[str, int]:
+    pairs = {"stride": stage.stride, "padding": stage.padding, "dilation": stage.dilation}
+    return {f"{name}_{axis}": size for name, pair in pairs.items() for axis, size in zip("hw", pair, strict=True)}
+
+
+def _stage_launch(name: str, kernel: object, rows: int, filters: int, arguments: dict[str, object]) -> Launch:
+    grid = (triton.cdiv(rows, STAGE_POSITIONS), triton.cdiv(filters, STAGE_FILTERS))
+    return Launch(name, kernel, grid, arguments, STAGE_WARPS, label=f"{STAGE_POSITIONS}x{STAGE_FILTERS}")
+
+
+def depthwise_matvec(
+    *,
+    X: Tensor,
+    C: Sequence[Tensor],
+    d: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    stages: Sequence[DepthwiseStage],
+    V: Tensor,
+    bias: bool,
+) -> Tensor:
+    """Return S v for a layer that it `supports`, as `s3d_fast.maths.reference.depthwise_matvec` defines it."""
+    if V.numel() == 0:
+        return torch.zeros_like(V)
+    vectors, options, device = V.reshape(-1, V.shape[-1]).contiguous(), current(), describe(X.device)
+    form = product_form(X.dtype, options.arithmetic, device)
+    candidates = configs.wide(device, form, X.dtype, len(X), configs.is_aligned(X))
+    shapes = (X.shape[1], len(vectors), bias, X.stride(), *(tuple(own.shape) for own in (*C, *weight)))
+    key = ("depthwise", X.device, X.dtype, form, configs.is_aligned(X), *shapes)
+    with launch.on_device(X):
+        result = launch.choose(
+            key, candidates, lambda pair: plan(X, C, d, weight, stages, vectors, bias, device, options, pair)
+        )
+    return result.view(V.shape)
