@@ -54,16 +54,16 @@ class Subject:
 MOBILENET = Subject(
     "MobileNetV1",
     lambda seed: small_images.network((12, 24, 24, 24, 24), seed),
-    epochs=6,
+    epochs=4,
     sizes=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 50_000),
-    chunk=256,
+    chunk=512,
     kinds=("exact", "paper"),
     units="blocks",
 )
 DGCNN = Subject(
     "DGCNN",
     lambda seed: clouds.dgcnn((8, 8, 8, 8), seed, classes=40),
-    epochs=6,
+    epochs=4,
     sizes=(256, 512, 1024, 2048, 4096, 8192),
     chunk=128,
     kinds=("exact",),
