@@ -83,10 +83,15 @@ def parts(records: Records) -> dict[str, str]:
 
 
 def values(records: Records) -> dict[str, str]:
-    """Return differences and means for sentences: "D: new - s2d", "D: new"."""
+    """Return differences and means for sentences: "D: new - s2d", "D: new - s2d at 0.1", "D: new"."""
     found = compared(records)
     texts = {f"D: {first} - {second}": found.minus(first, second).signed for first, second, _ in QUESTIONS}
     texts |= {f"D: {row.key}": str(found.mean(row.key)) for row in ROWS}
+    texts |= {
+        f"D: {first} - {second} at {rate:g}": found.minus_at(first, second, rate).signed
+        for first, second, _ in QUESTIONS
+        for rate in RATES
+    }
     counts = [len(found.seeds(row.key)) for row in ROWS]
     return texts | {"D: most seeds": str(max(counts)), "D: fewest seeds": str(min(counts))}
 
