@@ -173,9 +173,7 @@ def parts(subject: Subject, mark: str, records: Records) -> Mapping[str, str]:
             row += [str(interval(own[key])) for key in ("promised", "share", "kept")]
             row.append(f"{statistics.fmean(own['raise'].values()):.0%}")
         if "paper" in subject.kinds:
-            true = {kind: _at(records, kind, size) for kind in ("paper", "exact")}
-            ratio = {seed: true["paper"][seed]["true"] / true["exact"][seed]["true"] for seed in true["exact"]}
-            row.append(str(interval(ratio)))
+            row.append(str(interval(of_the_papers_choice(records, size))))
         rows.append(row)
     return {f"{mark}: kept": table(rows)}
 
@@ -188,7 +186,16 @@ def values(subject: Subject, mark: str, records: Records) -> Mapping[str, str]:
             own = shares(records, kind, size)
             found[f"{mark}: {kind}, {size}: share"] = f"{statistics.fmean(own['share'].values()):.0%}"
             found[f"{mark}: {kind}, {size}: raise"] = f"{statistics.fmean(own['raise'].values()):.0%}"
+    if "paper" in subject.kinds:
+        for size in subject.sizes:
+            found[f"{mark}: paper / exact, {size}"] = str(interval(of_the_papers_choice(records, size)))
     return found
+
+
+def of_the_papers_choice(records: Records, size: int) -> dict[int, float]:
+    """Return the gain, by exact curvature of fresh samples, of the paper's choice over that of the exact choice."""
+    paper, exact = (_at(records, kind, size) for kind in ("paper", "exact"))
+    return {seed: paper[seed]["true"] / exact[seed]["true"] for seed in exact}
 
 
 def shares(records: Records, kind: str, size: int) -> dict[str, dict[int, float]]:
