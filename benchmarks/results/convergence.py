@@ -23,7 +23,7 @@ from s3d_fast.recipes.baselines import random_plan
 from s3d_fast.report import scales
 from s3d_fast.report.plot import Line, Mark, Plot, Point, Style
 
-RATES = (0.003, 0.01, 0.03)
+RATES = (0.01, 0.03, 0.06)
 SEEDS = 5
 IMAGES, BATCH = 600, 50
 FIRST, STEPS, FRACTION = 4, 4, 0.35

@@ -5,22 +5,24 @@ from __future__ import annotations
 from benchmarks.results import equal_compute_page, growing, small_images
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.growing import Growing, scratch, uniform
-from benchmarks.results.methods import RATES, ROWS, SEEDS, name
+from benchmarks.results.methods import OUTER_RATES, OUTER_ROWS, OUTER_SEEDS, RATES, ROWS, SEEDS, Row, name
 
 
 def runs() -> list[Run]:
     """Return all runs: seed by seed, those of the main rows first."""
-    return [
-        Run(
-            name(row.key, rate, seed),
-            {"row": row.key, "lr": rate, "seed": seed, **row.options},
-            rank=seed + 2 * row.late,
-            needs=() if row.like is None else (name(row.like, rate, seed),),
-        )
-        for seed in range(SEEDS)
-        for row in ROWS
-        for rate in RATES
-    ]
+    found = [_run(row, rate, seed) for seed in range(SEEDS) for row in ROWS for rate in RATES]
+    outer = [row for row in ROWS if row.key in OUTER_ROWS]
+    found += [_run(row, rate, seed, 5) for seed in range(OUTER_SEEDS) for row in outer for rate in OUTER_RATES]
+    return found
+
+
+def _run(row: Row, rate: float, seed: int, rank: int | None = None) -> Run:
+    return Run(
+        name(row.key, rate, seed),
+        {"row": row.key, "lr": rate, "seed": seed, **row.options},
+        rank=seed + 2 * row.late if rank is None else rank,
+        needs=() if row.like is None else (name(row.like, rate, seed),),
+    )
 
 
 def perform(run: Run, records: Records, images: small_images.Images) -> Record:

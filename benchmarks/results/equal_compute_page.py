@@ -9,8 +9,8 @@ from functools import partial
 from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Record, Records
 from benchmarks.results.figures import Bar, intervals
-from benchmarks.results.methods import RATES, ROWS, Row
-from benchmarks.results.tables import table
+from benchmarks.results.methods import OUTER_RATES, OUTER_ROWS, OUTER_SEEDS, RATES, ROWS, Row
+from benchmarks.results.tables import by_rate_and_seed, table
 
 BY_KEY = {row.key: row for row in ROWS}
 COLOURS = {"split": "orange", "new": "blue", "prune": "pink", "scratch": "grey"}
@@ -27,7 +27,9 @@ QUESTIONS = (
     ("firefly", "firefly scratch", "Firefly against scratch of its own widths"),
     ("new macs", "new macs scratch", "new filters per MAC against scratch of their own widths"),
     ("new macs", "uniform", "new filters per MAC against uniform blocks"),
-    ("new macs", "new", "allocation per MAC against per filter"),
+    ("new macs", "new", "new filters: allocation per MAC against per filter"),
+    ("s2d macs", "s2d", "S2D: allocation per MAC against per filter"),
+    ("new macs", "s2d macs", "new filters per MAC against S2D per MAC"),
     ("new alike", "new", "all layers alike against allocation by gradient"),
     ("s3d", "s2d", "S3D, m = 2, c = 1.3, against S2D"),
     ("s3d c3", "s2d", "S3D, m = 2, c = 3, against S2D"),
@@ -76,6 +78,7 @@ def parts(records: Records) -> dict[str, str]:
         "D: ranking": ranking(found),
         "D: questions": questions(found),
         "D: promises": promises(found),
+        "D: rates": rates(records),
     }
 
 
@@ -171,6 +174,20 @@ def promises(found: Comparison) -> str:
                 f"{signed / splits:.0%}",
             ]
         )
+    return table(rows)
+
+
+def rates(records: Records) -> str:
+    """Return some rows at all learning rates, on the seeds that have them all."""
+    every = sorted((*RATES, *OUTER_RATES))
+    found = by_rate_and_seed(records, lambda record: record["accuracy"])
+    rows = [["method", *(f"{rate:g}" for rate in every)]]
+    for key in OUTER_ROWS:
+        cells = []
+        for rate in every:
+            own = [value for seed, value in found[key].get(rate, {}).items() if seed < OUTER_SEEDS]
+            cells.append(f"{statistics.fmean(own):.2f}" if len(own) == OUTER_SEEDS else "")
+        rows.append([BY_KEY[key].title, *cells])
     return table(rows)
 
 

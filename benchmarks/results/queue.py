@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +66,16 @@ def perform_all(
 
 
 def _begin() -> None:
-    """Begin a worker."""
+    """Begin a worker: one thread, which ends with the process that started it, also if that is killed."""
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _next(queue: Sequence[tuple[Experiment, Run]], stores: Mapping[str, Store]) -> int | None:

@@ -14,7 +14,7 @@ from benchmarks.results.growing import Growing, doubling, scratch, uniform
 from benchmarks.results.methods import NEW, RATES, name, selected
 from benchmarks.results.tables import table
 
-SEEDS = 6
+SEEDS = 5
 # The learning rate of the networks that find shapes.
 FINDING_RATE = 0.2
 # Ways to find a shape, as settings of `Growing`; each spends the MACs of uniform blocks where a MAC gains the most.
