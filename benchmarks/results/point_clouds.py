@@ -20,7 +20,7 @@ from benchmarks.results.figures import Bar, intervals
 from benchmarks.results.small_images import Images, Trainer, evaluate
 from benchmarks.results.tables import table
 
-RATES = (0.002, 0.005, 0.01)
+RATES = (0.005, 0.01, 0.02)
 SEEDS = 3
 POINTS, BATCH = 64, 32
 # Multiply-accumulates x samples of every run; the clouds that growth looks at.
