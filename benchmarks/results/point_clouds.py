@@ -252,7 +252,10 @@ def values(records: Records) -> Mapping[str, str]:
     """Return means and differences for sentences: "F: new - s2d"."""
     found = compared(records)
     texts = {f"F: {row.key}": str(found.mean(row.key)) for row in ROWS}
-    pairs = (("s2d", "s2d scratch"), ("new", "new scratch"), ("new", "s2d"), ("s3d", "s2d"), ("new", "0.5"))
+    pairs = (
+        *(("s2d", "s2d scratch"), ("new", "new scratch"), ("new", "s2d"), ("s3d", "s2d")),
+        *(("s2d", "0.5"), ("s2d", "1.0"), ("0.5", "1.0"), ("s2d", "pointnet"), ("s2d", "pointnet2")),
+    )
     texts |= {f"F: {first} - {second}": found.minus(first, second).signed for first, second in pairs}
     steps = [phase for row in ("s2d", "s3d") for one in found.of_row(row) for phase in one["phases"]]
     texts["F: signed"] = f"{sum(one['signed'] for one in steps)} of {sum(one['splits'] for one in steps)}"
