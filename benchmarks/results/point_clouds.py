@@ -20,7 +20,7 @@ from benchmarks.results.figures import Bar, intervals
 from benchmarks.results.small_images import Images, Trainer, evaluate
 from benchmarks.results.tables import table
 
-RATES = (0.002, 0.005, 0.01)
+RATES = (0.005, 0.01, 0.02)
 SEEDS = 3
 POINTS, BATCH = 64, 32
 # Multiply-accumulates x samples of every run; the clouds that growth looks at.
@@ -252,7 +252,10 @@ def values(records: Records) -> Mapping[str, str]:
     """Return means and differences for sentences: "F: new - s2d"."""
     found = compared(records)
     texts = {f"F: {row.key}": str(found.mean(row.key)) for row in ROWS}
-    pairs = (("s2d", "s2d scratch"), ("new", "new scratch"), ("new", "s2d"), ("s3d", "s2d"), ("new", "0.5"))
+    pairs = (
+        *(("s2d", "s2d scratch"), ("new", "new scratch"), ("new", "s2d"), ("s3d", "s2d")),
+        *(("s2d", "0.5"), ("s2d", "1.0"), ("0.5", "1.0"), ("s2d", "pointnet"), ("s2d", "pointnet2")),
+    )
     texts |= {f"F: {first} - {second}": found.minus(first, second).signed for first, second in pairs}
     steps = [phase for row in ("s2d", "s3d") for one in found.of_row(row) for phase in one["phases"]]
     texts["F: signed"] = f"{sum(one['signed'] for one in steps)} of {sum(one['splits'] for one in steps)}"
