@@ -20,6 +20,7 @@ QUESTIONS = (
     ("s2d", "s2d paper", "exact S against the paper's S"),
     ("s2d", "net2net", "splits along eigenvectors against random splits"),
     ("s2d paper", "net2net", "the same with the paper's S"),
+    ("s2d 8000", "s2d", "S of all 8,000 images against S of 2,048"),
     ("new", "s2d", "new filters against S2D"),
     ("s2d", "s2d scratch", "S2D against scratch of its own widths"),
     ("s3d", "s3d scratch", "S3D, c = 1.3, against scratch of its own widths"),
@@ -165,7 +166,7 @@ def questions(found: Comparison) -> str:
 def promises(found: Comparison) -> str:
     """Return what splits promise, and the change of the loss that was measured on the same images."""
     rows = [["row", "steps", "promised change: median", "measured: median", "steps that lower the loss", "signed"]]
-    for key in ("s2d", "s2d paper", "s2d 0.01", "s2d 1", "s3d", "s3d c3", "s3d m3 c3", "s3d knapsack"):
+    for key in ("s2d", "s2d 8000", "s2d paper", "s2d 0.01", "s2d 1", "s3d", "s3d c3", "s3d m3 c3", "s3d knapsack"):
         steps = [phase for record in found.of_row(key) for phase in record["phases"] if "promised" in phase]
         promised, measured = ([step[kind] for step in steps] for kind in ("promised", "measured"))
         signed, splits = (sum(step[kind] for step in steps) for kind in ("signed", "splits"))
