@@ -23,7 +23,7 @@ from s3d_fast.recipes.baselines import random_plan
 from s3d_fast.report import scales
 from s3d_fast.report.plot import Line, Mark, Plot, Point, Style
 
-RATES = (0.003, 0.01, 0.03)
+RATES = (0.01, 0.03, 0.06)
 SEEDS = 5
 IMAGES, BATCH = 600, 50
 FIRST, STEPS, FRACTION = 4, 4, 0.35
@@ -51,7 +51,7 @@ TITLES = {
 def runs() -> list[Run]:
     """Return all runs, seed by seed."""
     return [
-        Run(name(row, rate, seed), {"row": row, "lr": rate, "seed": seed, **options}, rank=2 * seed + 2)
+        Run(name(row, rate, seed), {"row": row, "lr": rate, "seed": seed, **options}, rank=seed + 1)
         for seed in range(SEEDS)
         for row, options in ROWS.items()
         for rate in RATES

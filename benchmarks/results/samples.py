@@ -54,16 +54,16 @@ class Subject:
 MOBILENET = Subject(
     "MobileNetV1",
     lambda seed: small_images.network((12, 24, 24, 24, 24), seed),
-    epochs=6,
+    epochs=4,
     sizes=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 50_000),
-    chunk=256,
+    chunk=512,
     kinds=("exact", "paper"),
     units="blocks",
 )
 DGCNN = Subject(
     "DGCNN",
     lambda seed: clouds.dgcnn((8, 8, 8, 8), seed, classes=40),
-    epochs=6,
+    epochs=4,
     sizes=(256, 512, 1024, 2048, 4096, 8192),
     chunk=128,
     kinds=("exact",),
@@ -173,9 +173,7 @@ def parts(subject: Subject, mark: str, records: Records) -> Mapping[str, str]:
             row += [str(interval(own[key])) for key in ("promised", "share", "kept")]
             row.append(f"{statistics.fmean(own['raise'].values()):.0%}")
         if "paper" in subject.kinds:
-            true = {kind: _at(records, kind, size) for kind in ("paper", "exact")}
-            ratio = {seed: true["paper"][seed]["true"] / true["exact"][seed]["true"] for seed in true["exact"]}
-            row.append(str(interval(ratio)))
+            row.append(str(interval(of_the_papers_choice(records, size))))
         rows.append(row)
     return {f"{mark}: kept": table(rows)}
 
@@ -187,8 +185,18 @@ def values(subject: Subject, mark: str, records: Records) -> Mapping[str, str]:
         for size in subject.sizes:
             own = shares(records, kind, size)
             found[f"{mark}: {kind}, {size}: share"] = f"{statistics.fmean(own['share'].values()):.0%}"
+            found[f"{mark}: {kind}, {size}: kept"] = str(interval(own["kept"]))
             found[f"{mark}: {kind}, {size}: raise"] = f"{statistics.fmean(own['raise'].values()):.0%}"
+    if "paper" in subject.kinds:
+        for size in subject.sizes:
+            found[f"{mark}: paper / exact, {size}"] = str(interval(of_the_papers_choice(records, size)))
     return found
+
+
+def of_the_papers_choice(records: Records, size: int) -> dict[int, float]:
+    """Return the gain, by exact curvature of fresh samples, of the paper's choice over that of the exact choice."""
+    paper, exact = (_at(records, kind, size) for kind in ("paper", "exact"))
+    return {seed: paper[seed]["true"] / exact[seed]["true"] for seed in exact}
 
 
 def shares(records: Records, kind: str, size: int) -> dict[str, dict[int, float]]:
@@ -213,29 +221,39 @@ def _at(records: Records, kind: str, size: int) -> dict[int, Record]:
 
 def figures(subject: Subject, mark: str, records: Records) -> Mapping[str, str]:
     """Return promised and kept gain against the number of samples, relative to the best of fresh samples."""
+    curves = (
+        ("promised", "promised", Style("orange", marker="triangle")),
+        ("kept", "kept on fresh data", Style("blue")),
+    )
+    every = [
+        value
+        for kind in subject.kinds
+        for size in subject.sizes
+        for key, _, _ in curves
+        for value in shares(records, kind, size)[key].values()
+    ]
+    margin = 0.04 * (max(every) - min(0.0, *every))
+    y = scales.Scale(min(0.0, min(every) - margin), max(every) + margin)
+    x = scales.Scale(0.8 * subject.sizes[0], 1.25 * subject.sizes[-1], "log", word=lambda value: f"{value:,.0f}")
     plots = []
     for kind in subject.kinds:
         marks: list[Mark] = [Guide(y=1.0)]
-        for key, label, style in (
-            ("promised", "promised", Style("orange", marker="triangle")),
-            ("kept", "kept on fresh data", Style("blue")),
-        ):
-            points, bars = [], []
+        for key, label, style in curves:
+            points = []
             for size in subject.sizes:
-                one = interval(shares(records, kind, size)[key])
-                points.append(Point(size, one.mean, (label, f"{size:,} samples: {one}")))
-                bars.append(Band([(size, one.mean - one.half, one.mean + one.half)], style))
-            marks += [*bars, Line(points, style, label)]
-        high = max(shares(records, one, subject.sizes[0])["promised"][0] for one in subject.kinds)
+                own = shares(records, kind, size)[key]
+                mean = statistics.fmean(own.values())
+                marks.append(Band([(size, min(own.values()), max(own.values()))], style))
+                points.append(Point(size, mean, (label, f"{size:,} samples: {interval(own)}")))
+            marks.append(Line(points, style, label))
+        curvature = "the paper's curvature" if kind == "paper" else "exact curvature"
         plots.append(
             Plot(
                 f"samples-{kind}",
-                scales.Scale(
-                    0.8 * subject.sizes[0], 1.25 * subject.sizes[-1], "log", word=lambda value: f"{value:,.0f}"
-                ),
-                scales.Scale(min(0.0, *_lowest(records, subject)), 1.1 * high),
+                x,
+                y,
                 marks,
-                title=subject.name if len(subject.kinds) == 1 else f"{subject.name}, {kind} curvature",
+                title=f"{subject.name}, {curvature}",
                 x_label="samples that S is made of",
                 y_label="gain / best gain of fresh data",
                 width=420,
@@ -243,10 +261,6 @@ def figures(subject: Subject, mark: str, records: Records) -> Mapping[str, str]:
             )
         )
     return {f"results-{mark}.svg": beside(plots)}
-
-
-def _lowest(records: Records, subject: Subject) -> list[float]:
-    return [1.1 * value for kind in subject.kinds for value in shares(records, kind, subject.sizes[0])["kept"].values()]
 
 
 def load_images(path: str) -> Images:

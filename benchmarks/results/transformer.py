@@ -195,7 +195,7 @@ def values(records: Records) -> Mapping[str, str]:
     found = compared(records)
     pairs = (("new", "new scratch"), ("s2d", "s2d scratch"), ("new", "s2d"), ("s3d c1.3", "s2d"), ("s3d m3", "s2d"))
     texts = {f"G: {first} - {second}": _three(found.minus(first, second), True) for first, second in pairs}
-    return texts | {"G: seeds": str(len(found.seeds))}
+    return texts | {"G: seeds": str(len(found.seeds("s2d")))}
 
 
 def figures(records: Records) -> Mapping[str, str]:
@@ -207,7 +207,7 @@ def figures(records: Records) -> Mapping[str, str]:
         "transformer",
         bars,
         title="A small transformer on Python's own sources at equal compute: bits per byte of the test file",
-        x_label=f"bits per byte, lower is better; mean and 95% interval of {len(found.seeds)} seeds",
+        x_label=f"bits per byte, lower is better; mean and 95% interval of {len(found.seeds('s2d'))} seeds",
         legend={"blue": "grown", "grey": "trained from scratch"},
     )
     return {"results-G.svg": plot.draw(alone=True)}

@@ -112,8 +112,8 @@ def words(demo: Demo, settings: DemoSettings) -> str:
 MEANING = """\
 Every network starts with one neuron and is split, trained, split again. S2D gives copies positive weights: on the
 photograph, where neurons are convex and output weights fixed, such copies add up to a convex function (or a concave
-one), whatever their number. S3D may give a copy a negative weight, and leaves that set. Networks that start with
-neurons of both signs are not stuck like this: docs/results.md."""
+one), whatever their number. S3D may give a copy a negative weight, and leaves that set. Networks of such neurons that
+start with both signs are not stuck like this: docs/results.md."""
 
 
 def record(demo: Demo) -> dict[str, Any]:
