@@ -77,6 +77,10 @@ class Comparison:
         """Return the paired difference of two rows, each at its best learning rate, on the seeds that both have."""
         return difference(self.best(first), self.best(second))
 
+    def minus_at(self, first: str, second: str, rate: float) -> Interval:
+        """Return the paired difference of two rows at one learning rate."""
+        return difference(self.values[first][rate], self.values[second][rate])
+
     def of_row(self, row: str) -> list[Record]:
         """Return the records of a row at its best learning rate."""
         rate = self.rate(row)

@@ -20,6 +20,7 @@ QUESTIONS = (
     ("s2d", "s2d paper", "exact S against the paper's S"),
     ("s2d", "net2net", "splits along eigenvectors against random splits"),
     ("s2d paper", "net2net", "the same with the paper's S"),
+    ("s2d 8000", "s2d", "S of all 8,000 images against S of 2,048"),
     ("new", "s2d", "new filters against S2D"),
     ("s2d", "s2d scratch", "S2D against scratch of its own widths"),
     ("s3d", "s3d scratch", "S3D, c = 1.3, against scratch of its own widths"),
@@ -83,10 +84,15 @@ def parts(records: Records) -> dict[str, str]:
 
 
 def values(records: Records) -> dict[str, str]:
-    """Return differences and means for sentences: "D: new - s2d", "D: new"."""
+    """Return differences and means for sentences: "D: new - s2d", "D: new - s2d at 0.1", "D: new"."""
     found = compared(records)
     texts = {f"D: {first} - {second}": found.minus(first, second).signed for first, second, _ in QUESTIONS}
     texts |= {f"D: {row.key}": str(found.mean(row.key)) for row in ROWS}
+    texts |= {
+        f"D: {first} - {second} at {rate:g}": found.minus_at(first, second, rate).signed
+        for first, second, _ in QUESTIONS
+        for rate in RATES
+    }
     counts = [len(found.seeds(row.key)) for row in ROWS]
     return texts | {"D: most seeds": str(max(counts)), "D: fewest seeds": str(min(counts))}
 
@@ -160,7 +166,7 @@ def questions(found: Comparison) -> str:
 def promises(found: Comparison) -> str:
     """Return what splits promise, and the change of the loss that was measured on the same images."""
     rows = [["row", "steps", "promised change: median", "measured: median", "steps that lower the loss", "signed"]]
-    for key in ("s2d", "s2d paper", "s2d 0.01", "s2d 1", "s3d", "s3d c3", "s3d m3 c3", "s3d knapsack"):
+    for key in ("s2d", "s2d 8000", "s2d paper", "s2d 0.01", "s2d 1", "s3d", "s3d c3", "s3d m3 c3", "s3d knapsack"):
         steps = [phase for record in found.of_row(key) for phase in record["phases"] if "promised" in phase]
         promised, measured = ([step[kind] for step in steps] for kind in ("promised", "measured"))
         signed, splits = (sum(step[kind] for step in steps) for kind in ("signed", "splits"))

@@ -85,7 +85,7 @@ class Growing:
             self.model,
             images.x[:2],
             F.cross_entropy,
-            batches=lambda phase: images.drawn(SAMPLES, 1000 * self.seed + phase),
+            batches=lambda phase: images.drawn(settings.get("samples", SAMPLES), 1000 * self.seed + phase),
             train=self._train,
             optimizer=lambda parameters: _optimizer(parameters, settings["lr"]),
             phases=1 + STEPS,

@@ -53,6 +53,7 @@ ROWS = (
     Row("firefly scratch", "scratch, widths of Firefly", like="firefly"),
     Row("uniform", "scratch, uniform blocks"),
     Row("both", "S3D and new filters compete", {"new": {"kind": "random"}, **selected(2, 1.3)}),
+    Row("s2d 8000", "S2D, exact S of all 8,000 images", {**S2D, "samples": 8000}, late=True),
     Row("s2d macs", "S2D, exact S, gain per MAC", selected(by="macs"), late=True),
     Row("s3d c3", "S3D, m = 2, c = 3", selected(2, 3.0), late=True),
     Row("s3d m3 c3", "S3D, m = 3, c = 3", selected(3, 3.0, "filters"), late=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from benchmarks.results.comparison import Incomplete
@@ -20,9 +20,11 @@ def files(folder: Path = FOLDER) -> dict[Path, str]:
     parts = {"loading": f"```\n{loading}```\n"}
     values: dict[str, str] = {}
     front: dict[str, str] = {}
+    left: set[str] = set()
     for experiment in EXPERIMENTS.values():
         store = Store(experiment, folder)
         if not store.records:
+            left.add(experiment.key)
             continue
         try:
             shown, own_values, own_front, drawn = (
@@ -31,13 +33,14 @@ def files(folder: Path = FOLDER) -> dict[Path, str]:
             )
         except Incomplete as error:
             print(f"{experiment.key} is left as it is on the page: {error}")
+            left.add(experiment.key)
             continue
         parts |= {f"{experiment.key}: machine": machine(experiment.key, store), **shown}
         values |= own_values
         front |= own_front
         found |= {ROOT / "docs" / "figures" / name: text for name, text in drawn.items()}
-    found[ROOT / "docs" / "results.md"] = filled(ROOT / "docs" / "results.md", parts, values)
-    found[ROOT / "README.md"] = filled(ROOT / "README.md", front, values)
+    found[ROOT / "docs" / "results.md"] = filled(ROOT / "docs" / "results.md", parts, values, left)
+    found[ROOT / "README.md"] = filled(ROOT / "README.md", front, values, left)
     return found
 
 
@@ -49,10 +52,11 @@ def machine(key: str, store: Store) -> str:
     return f"{len(store.records)} runs, {seconds / 60:.0f} CPU minutes ({store.machine}): `{command}`\n"
 
 
-def filled(page: Path, parts: Mapping[str, str], values: Mapping[str, str]) -> str:
+def filled(page: Path, parts: Mapping[str, str], values: Mapping[str, str], left: Collection[str] = ()) -> str:
     """Return the text of a page whose computed parts and values are as they should be.
 
-    A part stands on lines of its own between <!-- name --> and <!-- end -->, a value within a line.
+    A part stands on lines of its own between <!-- name --> and <!-- end -->, a value within a line. Values of the
+    experiments in `left`, by key, stay as they are.
 
     Raises:
         ValueError: the page has no place for a part, or asks for a value that no experiment has.
@@ -65,6 +69,8 @@ def filled(page: Path, parts: Mapping[str, str], values: Mapping[str, str]) -> s
         text = re.sub(marked, lambda found, part=part: found[1] + part + found[2], text, flags=re.S)
 
     def value(found: re.Match[str]) -> str:
+        if found[1].partition(":")[0] in left:
+            return found[0]
         if found[1] not in values:
             raise ValueError(f"{page.name} asks for {found[1]!r}, which no experiment has")
         return f"<!-- {found[1]} -->{values[found[1]]}<!-- end -->"

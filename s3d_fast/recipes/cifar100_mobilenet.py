@@ -54,6 +54,8 @@ PAPER = Recipe(
 CPU = replace(
     PAPER,
     network=small,
+    # Copies that are 0.01 apart hardly part under BatchNorm: docs/results.md, experiment D.
+    eps="relative:0.3",
     curvature="exact",
     full_widths=(32, 64, 128, 128, 256, 256, 512, 512),
     widths=(16,) * 8,
