@@ -83,6 +83,9 @@ def test_rows_compare_at_their_best_rates_on_complete_seeds() -> None:
     assert (found.rate("a"), found.rate("b")) == (0.2, 0.1)
     assert (found.minus("a", "b").mean, found.minus("a", "b").count) == (2.5, 2)
     assert [one["value"] for one in found.of_row("b")] == [4.0, 5.0]
+    assert found.minus_at("a", "b", 0.1).mean == 1.0
+    # Means over the rates: 6 and 6.5 for a, 3.5 and 3 for b.
+    assert found.minus_over_rates("a", "b").mean == 3.0
     lower = Comparison.of(records, ["a", "b"], [0.1, 0.2], lambda one: one["value"], lower=True)
     assert (lower.rate("a"), lower.rate("b")) == (0.1, 0.2)
     with pytest.raises(ValueError, match="no seed"):

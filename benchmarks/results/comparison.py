@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -80,6 +81,14 @@ class Comparison:
     def minus_at(self, first: str, second: str, rate: float) -> Interval:
         """Return the paired difference of two rows at one learning rate."""
         return difference(self.values[first][rate], self.values[second][rate])
+
+    def minus_over_rates(self, first: str, second: str) -> Interval:
+        """Return the paired difference of two rows, each value being the mean over all learning rates."""
+        one, other = (
+            {seed: statistics.fmean(own[seed] for own in self.values[row].values()) for seed in self.seeds(row)}
+            for row in (first, second)
+        )
+        return difference(one, other)
 
     def of_row(self, row: str) -> list[Record]:
         """Return the records of a row at its best learning rate."""

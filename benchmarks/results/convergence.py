@@ -51,7 +51,7 @@ TITLES = {
 def runs() -> list[Run]:
     """Return all runs, seed by seed."""
     return [
-        Run(name(row, rate, seed), {"row": row, "lr": rate, "seed": seed, **options}, rank=2 * seed + 2)
+        Run(name(row, rate, seed), {"row": row, "lr": rate, "seed": seed, **options}, rank=seed + 1)
         for seed in range(SEEDS)
         for row, options in ROWS.items()
         for rate in RATES

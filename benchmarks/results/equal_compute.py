@@ -12,7 +12,7 @@ def runs() -> list[Run]:
     """Return all runs: seed by seed, those of the main rows first."""
     found = [_run(row, rate, seed) for seed in range(SEEDS) for row in ROWS for rate in RATES]
     outer = [row for row in ROWS if row.key in OUTER_ROWS]
-    found += [_run(row, rate, seed, 5) for seed in range(OUTER_SEEDS) for row in outer for rate in OUTER_RATES]
+    found += [_run(row, rate, seed, rank=3) for seed in range(OUTER_SEEDS) for row in outer for rate in OUTER_RATES]
     return found
 
 
@@ -20,7 +20,7 @@ def _run(row: Row, rate: float, seed: int, rank: int | None = None) -> Run:
     return Run(
         name(row.key, rate, seed),
         {"row": row.key, "lr": rate, "seed": seed, **row.options},
-        rank=seed + 2 * row.late if rank is None else rank,
+        rank=seed if rank is None else rank,
         needs=() if row.like is None else (name(row.like, rate, seed),),
     )
 

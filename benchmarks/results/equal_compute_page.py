@@ -87,6 +87,10 @@ def values(records: Records) -> dict[str, str]:
     """Return differences and means for sentences: "D: new - s2d", "D: new - s2d at 0.1", "D: new"."""
     found = compared(records)
     texts = {f"D: {first} - {second}": found.minus(first, second).signed for first, second, _ in QUESTIONS}
+    texts |= {
+        f"D: {first} - {second} over rates": found.minus_over_rates(first, second).signed
+        for first, second, _ in QUESTIONS
+    }
     texts |= {f"D: {row.key}": str(found.mean(row.key)) for row in ROWS}
     texts |= {
         f"D: {first} - {second} at {rate:g}": found.minus_at(first, second, rate).signed
@@ -155,11 +159,12 @@ def ranking(found: Comparison) -> str:
 
 def questions(found: Comparison) -> str:
     """Return the differences that answer what the page asks."""
-    rows = [["question", "difference", "seeds above zero"]]
+    rows = [["question", "at the best rates", "seeds above zero", "mean of the three rates", "seeds above zero"]]
     for first, second, question in QUESTIONS:
-        one = found.minus(first, second)
-        text = f"**{one.signed}**" if one.excludes_zero else one.signed
-        rows.append([question, text, f"{one.above} of {one.count}"])
+        cells = []
+        for one in (found.minus(first, second), found.minus_over_rates(first, second)):
+            cells += [f"**{one.signed}**" if one.excludes_zero else one.signed, f"{one.above} of {one.count}"]
+        rows.append([question, *cells])
     return table(rows)
 
 
