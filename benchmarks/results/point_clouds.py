@@ -257,7 +257,7 @@ def values(records: Records) -> Mapping[str, str]:
         *(("s2d", "0.5"), ("s2d", "1.0"), ("0.5", "1.0"), ("s2d", "pointnet"), ("s2d", "pointnet2")),
     )
     texts |= {f"F: {first} - {second}": found.minus(first, second).signed for first, second in pairs}
-    steps = [phase for row in ("s2d", "s3d") for one in found.of_row(row) for phase in one["phases"]]
+    steps = [phase for one in found.of_row("s3d") for phase in one["phases"]]
     texts["F: signed"] = f"{sum(one['signed'] for one in steps)} of {sum(one['splits'] for one in steps)}"
     return texts | {"F: seeds": str(len(found.seeds("s2d")))}
 
