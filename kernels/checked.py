@@ -213,7 +213,7 @@ class CheckedLaunches:
         M, capacity = 64, 45
         length = torch.empty(M, dtype=torch.int64, device="meta")
         coefficients = self.numbers(M, capacity)
-        widest = krylov.WIDEST // (2 if self.kind == "fp64" else 1)
+        widest = krylov.widest(self.device) // (2 if self.kind == "fp64" else 1)
         usual = [16 << i for i in range(7)]
         for widths in ([64], [1024], [widest], usual, [width - ODD for width in usual]):
             states = [

@@ -420,7 +420,7 @@ def pointwise(
     found = _tiles(entry, device, form, width, filters)
     if device.has_tensor_memory and not is_aligned:
         # One warp would spill if it computed U^T.
-        found = [replace(own, turned=False) if (own.warps, own.depth) == (1, 64) else own for own in found]
+        found = [replace(own, turned=False) if own.warps == 1 and own.depth <= 64 else own for own in found]
     return [own for own in found if fused_memory(own, device, form, stored, 1) <= device.shared_memory]
 
 

@@ -16,13 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import launch
+from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Launch
 from s3d_fast.kernels.products import DTYPES
 from s3d_fast.kernels.tables import Tables, layer_of, on_device, padded_layers
 from s3d_fast.maths.reference import KrylovState
 
-# The longest float32 vector that a program keeps in registers; a float64 vector may be half as long.
-WIDEST = 16384
+# The longest float32 vector that a program keeps in registers; a float64 vector may be half as long. B200's code needs
+# more registers for itself.
+WIDEST, WIDEST_B200 = 16384, 8192
 # Entries of the basis that a program holds at once.
 TILE = 4096
 # A kind of layer is the power of two that its vectors are padded to, and whether they are aligned.
@@ -142,11 +144,16 @@ _TABLES: Tables[Table] = Tables()
 _PRESENT: dict[Hashable, int] = {}
 
 
+def widest(device: Device) -> int:
+    """Return the longest float32 vector that the kernel takes."""
+    return WIDEST_B200 if device.has_tensor_memory else WIDEST
+
+
 def supports(state: KrylovState) -> bool:
     """Return whether the kernel can extend these spaces: vectors that a program can hold, and contiguous tensors."""
     if state.alpha.shape != state.beta.shape:
         return False
-    if state.basis.shape[2] * state.basis.itemsize > WIDEST * torch.float32.itemsize:
+    if state.basis.shape[2] * state.basis.itemsize > widest(describe(state.basis.device)) * torch.float32.itemsize:
         return False
     return all(tensor.is_contiguous() for tensor in _tensors(state))
 
@@ -173,12 +180,12 @@ def plan(states: Sequence[KrylovState], table: Table, taken: Tensor, present: in
     """Return the launch of one step in spaces of at least one filter, by a kernel for these kinds of layers."""
     first = states[0]
     dtype = first.basis.dtype
-    widest = LEAST_WIDTH << (present.bit_length() - 1) // 2
+    longest = LEAST_WIDTH << (present.bit_length() - 1) // 2
     arguments = dict(
         table=table.entries, taken=taken, layers=len(states), t_row=first.alpha.stride(0), NUMBER=DTYPES[dtype],
         EPS=torch.finfo(dtype).eps, LAYERS=padded_layers(len(states)), PRESENT=present, TILE=TILE,
     )  # fmt: skip
-    warps = min(16, max(4, widest // 512))
+    warps = min(16, max(4, longest // 512))
     kinds = [i for i in range(KINDS.value) if present >> i & 1]
     widths = " ".join(f"{LEAST_WIDTH << i // 2}" + " unaligned" * (i % 2 == 0) for i in kinds)
     return Launch("krylov", extend_kernel, (table.filters,), arguments, warps, label=f"{widths}, {warps} warps")
