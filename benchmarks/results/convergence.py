@@ -191,7 +191,7 @@ def values(records: Records) -> dict[str, str]:
     """Return differences for sentences: "E: s3d - s2d"."""
     found = compared(records)
     texts = {f"E: {key} - s2d": found.minus(key, "s2d").signed for key in ROWS if key != "s2d"}
-    return texts | {"E: seeds": str(len(found.seeds("s2d")))}
+    return texts | {"E: seeds": str(min(len(found.seeds(key)) for key in ROWS))}
 
 
 def figures(records: Records) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 RATES = (0.1, 0.2, 0.4)
 # Some rows of one seed show that the best rate lies between these.
 OUTER_RATES, OUTER_ROWS, OUTER_SEEDS = (0.05, 0.8), ("s2d", "net2net", "new", "uniform"), 1
-SEEDS = 12
+SEEDS = 8
 
 
 @dataclass(frozen=True)
