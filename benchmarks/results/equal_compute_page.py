@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from benchmarks.results.comparison import Comparison
@@ -111,6 +111,11 @@ def front(records: Records) -> dict[str, str]:
     return {"expect": table(rows)}
 
 
+def _count(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
 def figures(records: Records) -> dict[str, str]:
     """Return the ranking as a figure."""
     found = compared(records)
@@ -121,7 +126,7 @@ def figures(records: Records) -> dict[str, str]:
         "equal-compute",
         bars,
         title="Test accuracy at equal compute, minus that of uniform blocks trained from scratch",
-        x_label=f"percentage points, mean and 95% interval, paired by seed ({min(counts)} to {max(counts)} seeds)",
+        x_label=f"percentage points, mean and 95% interval, paired by seed ({_count(counts)} seeds)",
         signed=True,
         legend={COLOURS[kind]: text for kind, text in FAMILIES.items()},
     )

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.results import convergence, equal_compute, point_clouds, samples, separation, shapes, stuck, transformer
+from benchmarks.results import (
+    convergence,
+    digits_regrow,
+    equal_compute,
+    point_clouds,
+    samples,
+    separation,
+    shapes,
+    stuck,
+    transformer,
+)
 from benchmarks.results.experiment import Experiment
 
 _EVERY = (
@@ -12,6 +22,7 @@ _EVERY = (
     samples.CLOUDS,
     equal_compute.EXPERIMENT,
     shapes.EXPERIMENT,
+    digits_regrow.EXPERIMENT,
     convergence.EXPERIMENT,
     point_clouds.EXPERIMENT,
     transformer.EXPERIMENT,

@@ -53,7 +53,7 @@ def scratch(settings: Options, widths: Sequence[int], images: Images, samples: i
     model = network(widths, settings["seed"])
     graph = s3d.trace(model, images.x[:2])
     macs = s3d.count(graph).macs
-    total = COMPUTE if samples is None else float(macs) * samples
+    total = settings.get("compute", COMPUTE) if samples is None else float(macs) * samples
     trainer = Trainer(images, settings["seed"], settings["lr"], total, BATCH)
     optimizer = _optimizer(model.parameters(), settings["lr"])
     diverged = False
@@ -71,7 +71,7 @@ class Growing:
         self.settings, self.images, self.seed = settings, images, settings["seed"]
         self.is_pruning = settings.get("prune") is not None
         self.model = network(uniform(PRUNED_FROM if self.is_pruning else FIRST), self.seed)
-        self.trainer = Trainer(images, self.seed, settings["lr"], COMPUTE, BATCH)
+        self.trainer = Trainer(images, self.seed, settings["lr"], settings.get("compute", COMPUTE), BATCH)
         self.evaluating = 0.0
         graph = s3d.trace(self.model, images.x[:2])
         self.units = [name for name in graph.units if name.startswith("blocks")]

@@ -96,7 +96,7 @@ def test_every_operation_agrees_in_every_layout(backend: Backend, example: str, 
     given = EXAMPLES[example]()
     changed = changed_by(name, given)
     arguments = {
-        argument: value if argument == changed else tree_map_only(Tensor, lay_out, value)
+        argument: value if argument in changed else tree_map_only(Tensor, lay_out, value)
         for argument, value in given.items()
     }
     if example == "edgeconv_matvec:incoming":
