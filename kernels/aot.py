@@ -1,10 +1,10 @@
 """Compile every kernel ahead of time, without a GPU, and check the result: python -m s3d_fast.kernels.aot.
 
 What is compiled is what the operations launch. The check fails on compiler errors, on spills to local memory, on more
-shared memory than the GPU has, and on products without tensor-core instructions where there should be some. On NVIDIA
-it also fails on a main loop with too many barriers or too much tensor-core work, on wgmma instructions that the
-assembler serialized, and on buffers that are overwritten while a wgmma may still read them. Each compiled kernel is
-recorded with a fingerprint of what was compiled, which tells without compiling whether the record is still valid.
+shared memory than the GPU has, on products without tensor-core instructions where there should be some, and on a main
+loop with too many barriers or too much tensor-core work; on NVIDIA also on wgmma instructions that the assembler
+serialized, and on buffers that are overwritten while a wgmma may still read them. Each compiled kernel is recorded with
+a fingerprint of what was compiled, which tells without compiling whether the record is still valid.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ from s3d_fast.kernels.launch import Launch
 # The dtype of the rows, followed by the precision unless that is "highest".
 CHECKED = ("fp32", "bf16", "fp16", "fp32 high")
 EVERYTHING = (*CHECKED, "fp64", "fp32 medium", "bf16 medium", "fp16 medium")
-# The most barriers in a pass of a main loop. For tensor cores, unaligned numbers go through registers, entry by entry,
-# and from there to shared memory, with two barriers for every tile.
-MOST_BARRIERS, MOST_BARRIERS_UNALIGNED = 4, 8
-# On B200 all warps wait before and after every product, which another unit computes.
-MOST_BARRIERS_TENSOR_MEMORY, MOST_BARRIERS_TENSOR_MEMORY_UNALIGNED = 20, 40
+# The most barriers in a pass of a main loop. On B200 all warps wait before and after every product, which another unit
+# computes.
+MOST_BARRIERS, MOST_BARRIERS_TENSOR_MEMORY = 4, 20
 # The most tensor-core work in a pass of a main loop, over what its tile needs.
 MOST_OVERHEAD = 1.1
 
 
 def faults(compiled: Compiled) -> list[str]:
-    """Return the faults of a compiled kernel; an empty list means none. The limits of loops are for NVIDIA."""
+    """Return the faults of a compiled kernel; an empty list means none."""
     found = []
     device = TARGETS[compiled.target].device
     if compiled.spills:
@@ -53,19 +51,12 @@ def faults(compiled: Compiled) -> list[str]:
         return found
     if compiled.dtype not in ("fp32", "fp64") and not compiled.tensor_core:
         found.append("has no tensor-core instruction")
-    if device.vendor == "nvidia":
-        # IEEE products are made of single multiplications.
-        is_ieee = compiled.dtype in ("fp32", "fp64")
-        is_general = compiled.kernel.endswith((", general", ", any C"))
-        if device.has_tensor_memory:
-            most = MOST_BARRIERS_TENSOR_MEMORY_UNALIGNED if is_general else MOST_BARRIERS_TENSOR_MEMORY
-        else:
-            most = MOST_BARRIERS_UNALIGNED if is_general and not is_ieee else MOST_BARRIERS
-        if compiled.loop_barriers > most:
-            found.append(f"has {compiled.loop_barriers} barriers in a loop, more than {most}")
-        # float64 has few tensor cores; its tiles are small, and warps repeat each other's work.
-        if compiled.overhead > MOST_OVERHEAD and compiled.dtype != "fp64":
-            found.append(f"issues {compiled.overhead:.2f} times the tensor-core work that its tile needs")
+    most = MOST_BARRIERS_TENSOR_MEMORY if device.has_tensor_memory else MOST_BARRIERS
+    if compiled.loop_barriers > most:
+        found.append(f"has {compiled.loop_barriers} barriers in a loop, more than {most}")
+    # On NVIDIA, float64 has few tensor cores; its tiles are small, and warps repeat each other's work.
+    if compiled.overhead > MOST_OVERHEAD and compiled.dtype != "fp64":
+        found.append(f"issues {compiled.overhead:.2f} times the tensor-core work that its tile needs")
     return found
 
 

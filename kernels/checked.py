@@ -1,8 +1,8 @@
 """The launches that the compile check compiles: those that the operations make for representative tensors.
 
 The tensors are on PyTorch's device "meta" and have no contents. Each operation with products has two variants. The
-plain one is for layers without a bias whose sizes are multiples of 16. The "general" one is for layers with a bias,
-several vectors per filter, and any sizes.
+plain one is for layers without a bias whose sizes are multiples of 16. The "general" one is for layers with a bias and
+any sizes; zeros follow their rows where products are made on tensor cores. "Two vectors" are those per filter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from s3d_fast.kernels import (
     pointwise,
     pointwise_wide,
     surgery,
+    tiles,
     tridiagonal,
 )
+from s3d_fast.kernels.aligned import aligned
 from s3d_fast.kernels.compiled import Target
 from s3d_fast.kernels.launch import Launch
 from s3d_fast.kernels.options import TritonOptions, triton_options
@@ -84,30 +86,28 @@ class CheckedLaunches:
         """Return X, C, V and whether there is a bias; the general variant is a bit narrower."""
         if not is_general:
             return self.rows(N, D), self.rows(N, filters), self.numbers(filters, D), False
-        return self.rows(N, D - ODD), self.rows(N, filters + ODD), self.numbers(2 * (filters + ODD), D - ODD + 1), True
+        X, C, V = self.rows(N, D - ODD), self.rows(N, filters - ODD), self.numbers(filters - ODD, D - ODD + 1)
+        return aligned(self.form, X), aligned(self.form, C), V, True
 
     def biased(self) -> Iterator[Launch]:
-        """Yield the launches of aligned layers with a bias."""
-        for D in (64, WIDE):
-            layer = (
-                self.rows(MANY_ROWS, D),
-                self.rows(MANY_ROWS, MANY_FILTERS),
-                self.numbers(MANY_FILTERS, D + 1),
-                True,
-            )
-            found = configs.pointwise(self.device, self.form, self.stored, D, MANY_FILTERS)
+        """Yield the launches of aligned layers with a bias, and with two vectors per filter."""
+        for D, vectors in ((64, 1), (WIDE, 1), (64, 2), (WIDE, 2)):
+            X, C = self.rows(MANY_ROWS, D), self.rows(MANY_ROWS, MANY_FILTERS)
+            layer = X, C, self.numbers(vectors * MANY_FILTERS, D + 1), True
+            found = configs.pointwise(self.device, self.form, self.stored, D, MANY_FILTERS, bias=True)
             pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
             if found:
                 plan = pointwise.plan(*layer, self.device, self.options, found[0])
             else:
                 plan = pointwise_wide.plan(*layer, self.device, self.options, pair)
             for launch in plan.launches:
-                yield replace(launch, name=launch.name + ", bias" * (len(launch.work) > 0))
+                variant = ", bias" if vectors == 1 else ", two vectors"
+                yield replace(launch, name=launch.name + variant * (len(launch.work) > 0))
 
     def pointwise(self, is_general: bool) -> Iterator[Launch]:
-        for width in configs.WIDTHS:
+        for width in tiles.WIDTHS:
             for filters in (MANY_FILTERS, *FEWER_FILTERS):
-                found = configs.pointwise(self.device, self.form, self.stored, width, filters, not is_general)
+                found = configs.pointwise(self.device, self.form, self.stored, width, filters, is_general)
                 for config in found[:1]:
                     layer = self.layer(width, filters, is_general)
                     for atomic in (False, True) if filters == MANY_FILTERS and not is_general else (False,):
@@ -115,77 +115,68 @@ class CheckedLaunches:
                         yield from pointwise.plan(*layer, self.device, options, config).launches
 
     def wide(self, is_general: bool) -> Iterator[Launch]:
-        for N in (MANY_ROWS, configs.FEW_ROWS):
-            pair = configs.wide(self.device, self.form, self.stored, N, not is_general)[0]
+        for N in (MANY_ROWS, tiles.FEW_ROWS):
+            pair = configs.wide(self.device, self.form, self.stored, N)[0]
             layer = self.layer(WIDE, MANY_FILTERS, is_general, N)
             yield from pointwise_wide.plan(*layer, self.device, self.options, pair).launches
 
     def gated(self, is_general: bool) -> Iterator[Launch]:
-        for width in (*configs.WIDTHS, WIDE):
+        for width in (*tiles.WIDTHS, WIDE):
             X, C, V, bias = self.layer(width, MANY_FILTERS, is_general)
             vectors = self.numbers(len(V), 2 * V.shape[1])
             coefficients = (C, C, C if is_general else None)
-            found = configs.gated(self.device, self.form, self.stored, width, MANY_FILTERS, not is_general)
+            found = configs.gated(self.device, self.form, self.stored, width, MANY_FILTERS, is_general)
             if found:
                 plan = gated.plan(X, coefficients, vectors, bias, self.device, self.options, found[0])
             else:
-                pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS, not is_general)[0]
+                pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
                 plan = gated.wide_plan(X, coefficients, vectors, bias, self.device, self.options, pair)
             yield from plan.launches
             for filters in FEWER_FILTERS:
                 X, C, V, bias = self.layer(width, filters, is_general)
                 vectors = self.numbers(len(V), 2 * V.shape[1])
                 coefficients = (C, C, C if is_general else None)
-                for own in configs.gated(self.device, self.form, self.stored, width, filters, not is_general)[:1]:
+                for own in configs.gated(self.device, self.form, self.stored, width, filters, is_general)[:1]:
                     yield from gated.plan(X, coefficients, vectors, bias, self.device, self.options, own).launches
 
     def edgeconv(self, is_general: bool) -> Iterator[Launch]:
-        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS, not is_general)[0]
+        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
         for F in (16, 128):
             X, C, V, bias = self.layer(F, MANY_FILTERS, is_general)
             clouds, points = 16, len(X) // 16
             winner = torch.empty(clouds, points, C.shape[1], dtype=torch.int32, device="meta")
             incoming = Incoming(winner, winner, winner.new_empty(clouds, points + 1, C.shape[1]))
-            c = C.view(clouds, points, -1)
+            c = C.unflatten(0, (clouds, points))
             slope = c if is_general else None
             for atomic, ties in ((False, None), (True, None), (False, EdgeTies(winner, c, slope, slope, incoming))):
                 yield from edgeconv.plan(
-                    X.view(clouds, points, -1), incoming, c, self.numbers(len(V), 2 * X.shape[1] + bias), bias, ties,
-                    self.device, replace(self.options, atomic=atomic), pair,
+                    X.unflatten(0, (clouds, points)), incoming, c, self.numbers(len(V), 2 * X.shape[1] + bias), bias,
+                    ties, self.device, replace(self.options, atomic=atomic), pair,
                 ).launches  # fmt: skip
 
     def grouped(self, is_general: bool) -> Iterator[Launch]:
-        kinds = [("", (False, False), False)]
-        if not is_general:
-            kinds = [
-                ("", (True, True), False),
-                (", any C", (True, False), False),
-                (", few filters", (True, True), True),
-            ]
-        default = None
-        for name, alignment, has_few_filters in kinds:
-            own = configs.grouped(self.device, self.form, self.stored, alignment, has_few_filters)[0]
-            if has_few_filters and own == default:
+        is_aligned = not is_general or self.form != "ieee"
+        default = configs.grouped(self.device, self.form, self.stored, is_aligned)[0]
+        few = configs.grouped(self.device, self.form, self.stored, is_aligned, has_few_filters=True)[0]
+        for own, filters in ((default, MANY_FILTERS), (few, tiles.FEW_FILTERS)):
+            if filters != MANY_FILTERS and own == default:
                 continue
-            default = default or own
-            any_c = alignment == (True, False)
-            layers = []
-            for width in configs.WIDTHS[: len(own.tiles)]:
-                X, C, V, bias = self.layer(width, configs.FEW_FILTERS if has_few_filters else MANY_FILTERS, is_general)
-                # The solver drops filters that have converged; the columns of C that remain may be unaligned.
-                layers.append(grouped.Member(X, C[:, :-1] if any_c else C, V[:-1] if any_c else V, bias))
+            layers = [
+                grouped.Member(*self.layer(width, filters, is_general)) for width in tiles.WIDTHS[: len(own.tiles)]
+            ]
             vectors = [layer.V for layer in layers]
             with triton_options(precision=self.options.precision):
                 table = grouped.make_table(layers, vectors, own, self.device)
             for launch in grouped.plan(layers, vectors, table, self.device, self.options, own).launches:
-                yield replace(launch, name=launch.name + name * (launch.name == "grouped"))
+                is_few = launch.name == "grouped" and filters != MANY_FILTERS
+                yield replace(launch, name=launch.name + ", few filters" * is_few)
 
     def depthwise(self, is_general: bool) -> Iterator[Launch]:
         X, C, V, bias = self.layer(64, MANY_FILTERS, is_general)
         images, size, filters = 16, 64, C.shape[1]
         maps, halved = self.rows(images, size, size, filters), self.rows(images, size // 2, size // 2, filters)
         stage = DepthwiseStage(stride=(2, 2), padding=(1, 1))
-        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS, not is_general)[0]
+        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
         yield from depthwise.plan(
             X, [maps, halved], [maps], [self.rows(filters, 3, 3)], [stage], V, bias, self.device, self.options, pair
         ).launches

@@ -110,7 +110,8 @@ def fingerprint(launch: Launch, target: Target) -> str:
     seen = specialize(launch, target)
     arguments = [list(seen.signature.items()), sorted(seen.constants.items()), sorted(seen.attributes.items())]
     gpu = (target.compiler.backend, target.compiler.arch, target.compiler.warp_size)
-    everything = repr((launch.kernel.cache_key, arguments, launch.warps, launch.stages, gpu, triton.__version__))
+    how = (launch.warps, launch.stages, *sorted(launch.options.items()))
+    everything = repr((launch.kernel.cache_key, arguments, *how, gpu, triton.__version__))
     return hashlib.sha256(everything.encode()).hexdigest()[:16]
 
 
@@ -147,7 +148,7 @@ def assemble(launch: Launch, target: Target) -> Assembled:
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
         triton.knobs.compilation.always_compile = True
-        options = {"num_warps": launch.warps, "num_stages": launch.stages}
+        options = {"num_warps": launch.warps, "num_stages": launch.stages, **launch.options}
         kernel = triton.compile(ast, target=target.compiler, options=options)
     read = _read_nvidia if target.compiler.backend == "cuda" else _read_amd
     registers, spills, listing = read(kernel.asm)

@@ -14,60 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s3d_fast.base.padding import padded_size
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.configs import Config
+from s3d_fast.kernels.aligned import aligned, is_aligned
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.pointwise_wide import (
     accumulate_launches,
+    product_memory,
     product_storage,
-    rows_product,
+    project_launch,
     slices_of,
     store_product,
 )
-from s3d_fast.kernels.products import PRODUCTS, is_by_single_multiplications, padded, product_form, split_launch
+from s3d_fast.kernels.products import is_by_single_multiplications, product_form, split_launch
+from s3d_fast.kernels.tiles import Config
 from s3d_fast.maths.reference import DepthwiseStage
-
-
-@triton.jit(do_not_specialize=["begin", "end"])
-def maps_kernel(
-    X,  # (N, D)
-    V,  # (F, D (+ 1))
-    planes,  # (planes, F, pitch), the parts of V; if ACROSS, (planes, D, pitch)
-    maps,  # (chunk, m_row)
-    begin,
-    end,  # the chunk's rows are [begin, end)
-    D,
-    F,
-    x_row,
-    x_column,
-    v_row,
-    plane,
-    pitch,
-    m_row,
-    BIAS: tl.constexpr,
-    FORM: tl.constexpr,
-    ACROSS: tl.constexpr,
-    FAR: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """maps = X V^T + bias for a chunk of rows."""
-    blocks = tl.cdiv(F, BM)
-    first_filter = (tl.program_id(0) % blocks) * BM
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BN
-    r, f = tl.arange(0, BN), first_filter + tl.arange(0, BM)
-    parts = planes + (first_filter if ACROSS else first_filter.to(tl.int64) * pitch)
-    u = rows_product(
-        X + (begin + row) * x_row, parts, end - begin - row, F - first_filter, D, x_row, x_column, plane, pitch,
-        FORM, ACROSS, FAR, BN, BM, BK,
-    )  # fmt: skip
-    if BIAS:
-        u += tl.load(V + f.to(tl.int64) * v_row + D, mask=f < F, other=0.0)[None, :]
-    inside = (r < end - begin - row)[:, None] & (f < F)[None, :]
-    tl.store(maps + row * m_row + (r[:, None] * m_row + f[None, :]), u, mask=inside)
 
 
 @triton.jit
@@ -201,16 +164,15 @@ def plan(
     D, F, M = X.shape[1], len(V), C[0].shape[3]
     form = product_form(X.dtype, options.arithmetic, device)
     project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
-    across = is_by_single_multiplications(form, device)
     far = launch.is_far((256, max(D, F)), X.stride())
-    split, parts = split_launch(V, form, X.dtype, across, range(D))
+    split, parts = split_launch(V, form, X.dtype, is_by_single_multiplications(form, device), range(D))
     count, dtype = product_storage(form, X.dtype)
-    images, m_row = C[0].shape[0], padded(F)
+    images, m_row = C[0].shape[0], padded_size(F)
     sizes = [own.shape[1] * own.shape[2] for own in C]
     per_image = m_row * (V.itemsize * sum(sizes) + count * dtype.itemsize * sizes[0])
     chunk = min(images, max(1, options.scratch_bytes // per_image))
     maps = [V.new_empty(chunk * size, m_row) for size in sizes]
-    U = X.new_empty(count, chunk * sizes[0], m_row, dtype=dtype)
+    U = product_memory(X, form, chunk * sizes[0], F)
     per_slice, slices = slices_of(X, chunk * sizes[0], F, accumulate, device)
     out = V.new_empty(slices, *V.shape)
     flat = [[own.reshape(-1, M).contiguous() for own in lists] for lists in (C, d)]
@@ -219,16 +181,9 @@ def plan(
     for first in range(0, images, chunk):
         last = min(first + chunk, images)
         begin, end = first * sizes[0], last * sizes[0]
-        arguments = dict(
-            X=X, V=V, planes=parts, maps=maps[0], begin=begin, end=end, D=D, F=F, x_row=X.stride(0),
-            x_column=X.stride(1), v_row=V.stride(0), plane=parts.stride(0), pitch=parts.stride(1), m_row=m_row,
-            BIAS=bias, FORM=form, ACROSS=across, FAR=far, BN=project.rows, BM=project.filters, BK=project.depth,
-        )  # fmt: skip
-        grid = (triton.cdiv(F, project.filters) * triton.cdiv(end - begin, project.rows),)
-        work = (PRODUCTS[form] * project.rows * project.filters * project.depth,)
         launches.append(
-            Launch(
-                "depthwise, project", maps_kernel, grid, arguments, project.warps, project.stages, work, project.label
+            project_launch(
+                "depthwise, project", X, None, V, parts, maps[0], (begin, end), bias, form, far, project, device
             )
         )
         coefficients, slopes = (
@@ -254,7 +209,7 @@ def plan(
                 own |= dict(out=U, plane=U.stride(0), FORM=form)
             launches.append(_stage_launch("depthwise, back", stage_back_kernel, rows, F, own))
         launches += accumulate_launches(
-            X, U, out, (begin, end), F, 0, range(F * bias), per_slice, form, far, accumulate
+            X, U, out, (begin, end), F, 0, range(F * bias), per_slice, form, far, accumulate, device
         )
     return launch.summed(launches, out)
 
@@ -284,9 +239,10 @@ def depthwise_matvec(
         return torch.zeros_like(V)
     vectors, options, device = V.reshape(-1, V.shape[-1]).contiguous(), current(), describe(X.device)
     form = product_form(X.dtype, options.arithmetic, device)
-    candidates = configs.wide(device, form, X.dtype, len(X), configs.is_aligned(X))
+    X = aligned(form, X)
+    candidates = configs.wide(device, form, X.dtype, len(X))
     shapes = (X.shape[1], len(vectors), bias, X.stride(), *(tuple(own.shape) for own in (*C, *weight)))
-    key = ("depthwise", X.device, X.dtype, form, configs.is_aligned(X), *shapes)
+    key = ("depthwise", X.device, X.dtype, form, is_aligned(X), *shapes)
     with launch.on_device(X):
         result = launch.choose(
             key, candidates, lambda pair: plan(X, C, d, weight, stages, vectors, bias, device, options, pair)

@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.configs import Config
+from s3d_fast.kernels.aligned import aligned, is_aligned
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.pointwise_wide import (
     accumulate_launches,
-    product_storage,
+    product_memory,
     rows_product,
     slices_of,
     store_product,
@@ -33,10 +33,10 @@ from s3d_fast.kernels.pointwise_wide import (
 from s3d_fast.kernels.products import (
     PRODUCTS,
     is_by_single_multiplications,
-    padded,
     product_form,
     split_launch,
 )
+from s3d_fast.kernels.tiles import Config
 from s3d_fast.maths.incoming import Incoming
 from s3d_fast.maths.reference import EdgeTies
 
@@ -74,6 +74,7 @@ def point_products_kernel(
     K: tl.constexpr,
     BIAS: tl.constexpr,
     ATOMIC: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether X can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     FAR: tl.constexpr,
@@ -90,7 +91,7 @@ def point_products_kernel(
     f = first_filter + own
     total = rows_product(
         X + row * x_row, planes + first_filter.to(tl.int64) * (1 if ACROSS else pitch), R - row, L - first_filter, F,
-        x_row, x_column, plane, pitch, FORM, ACROSS, FAR, BN, BM, BK,
+        x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK,
     )  # fmt: skip
     inside_n, inside_f = r < R - row, f < L
     inside = inside_n[:, None] & inside_f[None, :]
@@ -255,7 +256,8 @@ def plan(
             points=points, x_row=rows.stride(0), x_column=rows.stride(1), c_row=coefficients.stride(0),
             c_column=coefficients.stride(1), v_row=V.stride(0), plane=planes.stride(0), pitch=planes.stride(1),
             EDGES=bool(is_second), TIES=ties is not None, SLOPES=len(given) > 1, BIAS=bias, ATOMIC=options.atomic, K=K,
-            FORM=form, ACROSS=across, FAR=far, BN=product.rows, BM=product.filters, BK=product.depth,
+            WHOLE=is_aligned(rows), FORM=form, ACROSS=across, FAR=far, BN=product.rows, BM=product.filters,
+            BK=product.depth,
         )  # fmt: skip
         name = "edgeconv, " + (
             "edges" + ", atomic" * options.atomic + ", tied" * (ties is not None) if is_second else "points"
@@ -263,10 +265,12 @@ def plan(
         grid = (triton.cdiv(L, product.filters) * triton.cdiv(R, product.rows),)
         work = (PRODUCTS[form] * product.rows * product.filters * product.depth,)
         launches.append(
-            Launch(name, point_products_kernel, grid, arguments, product.warps, product.stages, work, product.label)
-        )
-    count, dtype = product_storage(form, X.dtype)
-    U = rows.new_empty(count, R, padded(2 * L), dtype=dtype)
+            Launch(
+                name, point_products_kernel, grid, arguments, product.warps, product.stages, work, product.label,
+                configs.compiler_options(device, product),
+            )
+        )  # fmt: skip
+    U = product_memory(rows, form, R, 2 * L)
     arguments = dict(
         t=t, order=incoming.order, start=incoming.start, back=back, runner_order=runners.order,
         runner_start=runners.start, received=received, U=U, R=R, L=L, M=M, points=points, u_plane=U.stride(0),
@@ -279,7 +283,7 @@ def plan(
     per_slice, slices = slices_of(rows, R, 2 * L, sums, device)
     out = V.new_empty(slices, *V.shape)
     biased = range(L, 2 * L) if bias else range(0)
-    launches += accumulate_launches(rows, U, out, (0, R), 2 * L, F, biased, per_slice, form, far, sums)
+    launches += accumulate_launches(rows, U, out, (0, R), 2 * L, F, biased, per_slice, form, far, sums, device)
     return launch.summed(launches, out)
 
 
@@ -296,10 +300,10 @@ def edgeconv_matvec(
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
     device = describe(X.device)
     form = product_form(X.dtype, options.arithmetic, device)
-    is_aligned = configs.is_aligned(X.flatten(0, 1), C.flatten(0, 1))
-    candidates = configs.wide(device, form, X.dtype, clouds * points, is_aligned)
+    X = aligned(form, X.flatten(0, 1)).view(clouds, points, F)
+    candidates = configs.wide(device, form, X.dtype, clouds * points)
     shapes = (bias, ties is None, options.atomic, F, len(vectors), M, (clouds * points).bit_length())
-    key = ("edgeconv", X.device, X.dtype, form, is_aligned, *shapes)
+    key = ("edgeconv", X.device, X.dtype, form, is_aligned(X.flatten(0, 1)), *shapes)
     with launch.on_device(X):
         result = launch.choose(
             key, candidates, lambda pair: plan(X, incoming, C, vectors, bias, ties, device, options, pair)

@@ -6,19 +6,22 @@ products times the coefficients, and a second one multiplies them with X, as in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.configs import Config
+from s3d_fast.kernels.aligned import by_aligned_rows, is_aligned, is_whole
 from s3d_fast.kernels.device import Device, describe
-from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
+from s3d_fast.kernels.launch import Launch, Plan, loadable, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.pointwise_wide import (
     accumulate_launches,
-    product_storage,
+    chunk_rows,
+    product_memory,
     rows_product,
     slices_of,
     store_product,
@@ -27,13 +30,13 @@ from s3d_fast.kernels.products import (
     PRODUCTS,
     is_by_single_multiplications,
     load_planes,
-    padded,
     product_form,
     split_launch,
     stored_times,
     times_rows,
     times_stored,
 )
+from s3d_fast.kernels.tiles import Config
 
 
 @triton.jit
@@ -66,6 +69,7 @@ def gated_kernel(
     K: tl.constexpr,
     FULL: tl.constexpr,  # whether c22 is given
     BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether X and the coefficients can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     FAR: tl.constexpr,
@@ -91,7 +95,8 @@ def gated_kernel(
         v_tile, inside_v = d[:, None] * pitch + own[None, :], inside_d[:, None] & inside_f[None, :]
         start = first_filter.to(tl.int64)
     else:
-        v_tile, inside_v = own[:, None] * pitch + d[None, :], inside_f[:, None] & inside_d[None, :]
+        # Rows of planes end in zeros.
+        v_tile, inside_v = own[:, None] * pitch + d[None, :], inside_f[:, None] & (d < pitch)[None, :]
         start = first_filter.to(tl.int64) * pitch
     a, a_low = load_planes(a_planes + start, plane, v_tile, inside_v, FORM)
     b, b_low = load_planes(b_planes + start, plane, v_tile, inside_v, FORM)
@@ -102,14 +107,15 @@ def gated_kernel(
     c22_tile = tile_offsets(r, c22_row, column, c22_column, FAR)
     # No program is without rows: the assembler then sees no path on which sums are defined a second time.
     tl.assume(first < last)
+    inside_x, inside_c = d < loadable(D, WHOLE), f < loadable(F, WHOLE)
     a_total, b_total = tl.zeros((BM, BD), number), tl.zeros((BM, BD), number)
     # Rows are added up after the loop: warps would have to wait for each other in every pass.
     a_ones = tl.zeros((BN, BM) if ACROSS else (BM, BN), number)
     b_ones = a_ones
     for begin in range(first, last, BN):
         inside_n = r < last - begin
-        inside = inside_n[:, None] & inside_f[None, :]
-        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
+        inside = inside_n[:, None] & inside_c[None, :]
+        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_x[None, :], other=0.0)
         own_a = tl.load(c11 + begin * c11_row + c11_tile, mask=inside, other=0.0)
         mixed = tl.load(c12 + begin * c12_row + c12_tile, mask=inside, other=0.0)
         own_b = mixed
@@ -181,6 +187,7 @@ def gated_project_kernel(
     K: tl.constexpr,
     FULL: tl.constexpr,
     BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     FAR: tl.constexpr,
@@ -198,10 +205,10 @@ def gated_project_kernel(
     rows, filters = end - begin - row, F - first_filter
     X += (begin + row) * x_row
     p = rows_product(
-        X, a_planes + start, rows, filters, D, x_row, x_column, plane, pitch, FORM, ACROSS, FAR, BN, BM, BK
+        X, a_planes + start, rows, filters, D, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK
     )
     q = rows_product(
-        X, b_planes + start, rows, filters, D, x_row, x_column, plane, pitch, FORM, ACROSS, FAR, BN, BM, BK
+        X, b_planes + start, rows, filters, D, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK
     )
     inside = (r < rows)[:, None] & (own < filters)[None, :]
     if BIAS:
@@ -237,7 +244,7 @@ def _common(X: Tensor, c: Coefficients, V: Tensor, form: str, across: bool, bias
         x_row=X.stride(0), x_column=X.stride(1), c11_row=c11.stride(0), c11_column=c11.stride(1),
         c12_row=c12.stride(0), c12_column=c12.stride(1), c22_row=last.stride(0), c22_column=last.stride(1),
         v_row=V.stride(0), plane=a_planes.stride(0), pitch=a_planes.stride(1), K=1 if len(V) == c11.shape[1] else 2,
-        FULL=c22 is not None, BIAS=bias, FORM=form, ACROSS=across,
+        FULL=c22 is not None, BIAS=bias, WHOLE=is_whole(X, (c11, c12, last), len(V)), FORM=form, ACROSS=across,
         FAR=any(launch.is_far((256, max(D, len(V))), tensor.stride()) for tensor in (X, c11, c12, last)),
     )  # fmt: skip
     return [first, second], arguments
@@ -260,7 +267,10 @@ def plan(
     )  # fmt: skip
     work = (4 * PRODUCTS[form] * config.rows * config.filters * config.depth,)
     grid = (blocks, slices)
-    product = Launch("gated", gated_kernel, grid, arguments, config.warps, config.stages, work, config.label)
+    product = Launch(
+        "gated", gated_kernel, grid, arguments, config.warps, config.stages, work, config.label,
+        configs.compiler_options(device, config),
+    )  # fmt: skip
     return launch.summed([*splits, product], out)
 
 
@@ -278,11 +288,8 @@ def wide_plan(
     form = product_form(X.dtype, options.arithmetic, device)
     project, accumulate = pair[0].for_two_products(), pair[1].for_bias(form) if bias else pair[1]
     splits, common = _common(X, c, V, form, is_by_single_multiplications(form, device), bias)
-    planes, dtype = product_storage(form, X.dtype)
-    block = max(project.rows, accumulate.depth)
-    most = options.scratch_bytes // (planes * dtype.itemsize * padded(2 * F))
-    chunk = min(N, max(block, most // block * block))
-    U = X.new_empty(planes, chunk, padded(2 * F), dtype=dtype)
+    chunk = chunk_rows(X, form, 2 * F, (project, accumulate), options)
+    U = product_memory(X, form, chunk, 2 * F)
     per_slice, slices = slices_of(X, chunk, 2 * F, accumulate, device)
     out = V.new_empty(slices, *V.shape)
     launches = splits
@@ -297,11 +304,11 @@ def wide_plan(
         launches += [
             Launch(
                 "gated, project", gated_project_kernel, grid, arguments, project.warps, project.stages, work,
-                project.label,
+                project.label, configs.compiler_options(device, project),
             ),
             *accumulate_launches(
                 X, U, out, (begin, end), 2 * F, D + bias, range(2 * F * bias), per_slice, form, common["FAR"],
-                accumulate,
+                accumulate, device,
             ),
         ]  # fmt: skip
     return launch.summed(launches, out)
@@ -309,20 +316,24 @@ def wide_plan(
 
 def gated_matvec(*, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
     """Return S v, as `s3d_fast.maths.reference.gated_matvec` defines it."""
-    (N, D), options = X.shape, current()
-    if V.numel() == 0 or N == 0:
+    if V.numel() == 0 or len(X) == 0:
         return torch.zeros_like(V)
-    vectors = V.reshape(-1, V.shape[-1]).contiguous()
-    device, c = describe(X.device), (c11, c12, c22)
+    device, options = describe(X.device), current()
     form = product_form(X.dtype, options.arithmetic, device)
-    is_aligned = configs.is_aligned(X, c11, c12)
-    F, width = len(vectors), launch.power_of_two(D, 16, 1 << 30)
-    shapes = (D, F, c11.shape[1], bias, c22 is None, X.stride(), N.bit_length())
-    key = ("gated", X.device, X.dtype, form, is_aligned, *shapes)
+    width = launch.power_of_two(X.shape[1], 16, 1 << 30)
+
+    def product(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
+        (N, D), F = X.shape, len(V)
+        first, second, *last = coefficients
+        c = (first, second, last[0] if last else None)
+        shapes = (D, F, first.shape[1], bias, c22 is None, X.stride(), N.bit_length())
+        key = ("gated", X.device, X.dtype, form, is_aligned(X, *coefficients), *shapes)
+        if candidates := configs.gated(device, form, X.dtype, width, F, bias):
+            return launch.choose(key, candidates, lambda own: plan(X, c, V, bias, device, options, own))
+        pairs = configs.wide(device, form, X.dtype, N)
+        return launch.choose(key, pairs, lambda own: wide_plan(X, c, V, bias, device, options, own))
+
     with launch.on_device(X):
-        if candidates := configs.gated(device, form, X.dtype, width, F, is_aligned):
-            result = launch.choose(key, candidates, lambda own: plan(X, c, vectors, bias, device, options, own))
-        else:
-            pairs = configs.wide(device, form, X.dtype, N, is_aligned)
-            result = launch.choose(key, pairs, lambda own: wide_plan(X, c, vectors, bias, device, options, own))
-    return result.view(V.shape)
+        vectors = V.reshape(-1, V.shape[-1]).contiguous()
+        given = [c for c in (c11, c12, c22) if c is not None]
+        return by_aligned_rows(form, X, given, vectors, options, product).view(V.shape)

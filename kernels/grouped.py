@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s3d_fast.base.padding import padded_size
 from s3d_fast.kernels import configs, launch, pointwise, pointwise_wide
-from s3d_fast.kernels.configs import WIDTHS, GroupedConfig
+from s3d_fast.kernels.aligned import aligned, is_whole
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Launch, Plan
 from s3d_fast.kernels.options import TritonOptions, current
@@ -30,12 +31,12 @@ from s3d_fast.kernels.products import (
     SPLIT_FILTERS,
     SPLIT_WARPS,
     is_by_single_multiplications,
-    padded,
     plane_storage,
     product_form,
     split_tile,
 )
 from s3d_fast.kernels.tables import Tables, layer_of, on_device, padded_layers
+from s3d_fast.kernels.tiles import FEW_FILTERS, WIDTHS, GroupedConfig
 
 # With row strides of at least this, offsets inside a tile can overflow 32 bits.
 FARTHEST = 2**23
@@ -94,8 +95,7 @@ def grouped_kernel(
     ROWS: tl.constexpr,  # the type of X and C
     K: tl.constexpr,
     BIAS: tl.constexpr,
-    X_ALIGNED: tl.constexpr,  # whether addresses, sizes and strides of X are multiples of 16
-    C_ALIGNED: tl.constexpr,  # the same for C
+    WHOLE: tl.constexpr,  # whether X and C can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     LAYERS: tl.constexpr,
@@ -114,12 +114,11 @@ def grouped_kernel(
     M = tl.load(row + M_).to(tl.int32)
     x_row = tl.load(row + X_ROW).to(tl.int32)
     c_row = tl.load(row + C_ROW).to(tl.int32)
-    if X_ALIGNED:
-        X = tl.multiple_of(X, 16)
-        D, x_row = tl.multiple_of(D, 16), tl.multiple_of(x_row, 16)
-    if C_ALIGNED:
+    if WHOLE:
+        X, x_row = tl.multiple_of(X, 16), tl.multiple_of(x_row, 16)
         C, c_row = tl.multiple_of(C, 16), tl.multiple_of(c_row, 16)
-        F, M = tl.multiple_of(F, 16), tl.multiple_of(M, 16)
+        if K > 1:
+            M = tl.multiple_of(M, 16)
     pitch = pitch_of(D, F, ACROSS)
     plane = (D if ACROSS else F).to(tl.int64) * pitch
     parts = planes + tl.multiple_of(tl.load(row + PLANES), 16)
@@ -141,7 +140,7 @@ def grouped_kernel(
                 first_filter = (local % blocks) * BM
                 total, bias_total = fused_rows(
                     X, C, V, parts, first, last, first_filter, D, F, M, x_row, 1, c_row, 1, D + BIAS, plane, pitch,
-                    one, K, BIAS, FORM, ACROSS, TURNED, False, BN, BM, BD,
+                    one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, False, BN, BM, BD,
                 )  # fmt: skip
                 store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
 
@@ -194,48 +193,65 @@ _PRESENT: dict[Hashable, int] = {}
 def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
     """Return S v for every layer, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
     results: list[Tensor | None] = [None] * len(layers)
-    groups: dict[Hashable, list[int]] = {}
-    for index, layer in enumerate(layers):
-        X, C, V, bias = layer
-        if V.numel() == 0 or len(X) == 0:
-            results[index] = torch.zeros_like(V)
+    groups: dict[Hashable, dict[int, Member]] = {}
+    for index, given in enumerate(layers):
+        if given.V.numel() == 0 or len(given.X) == 0:
+            results[index] = torch.zeros_like(given.V)
             continue
-        alignment = _alignment(layer)
-        has_few_filters = V.numel() <= configs.FEW_FILTERS * V.shape[-1] and _is_special(X, alignment)
-        if X.shape[1] > _widest(X, alignment, has_few_filters):
-            alone = pointwise if pointwise.supports(X, C) else pointwise_wide
-            results[index] = alone.splitting_matvec(X=X, C=C, V=V, bias=bias)
-        elif X.stride(1) != 1 or C.stride(1) != 1 or max(X.stride(0), C.stride(0)) >= FARTHEST:
-            results[index] = pointwise.splitting_matvec(X=X, C=C, V=V, bias=bias)
+        layer = _aligned(given)
+        is_few = _has_few_filters(layer)
+        if layer is None or layer.X.shape[1] > _widest(layer, is_few):
+            alone = pointwise if pointwise.supports(given.X) else pointwise_wide
+            results[index] = alone.splitting_matvec(**given._asdict())
         else:
+            X, C, V, bias = layer
             one_each = V.numel() == V.shape[-1] * C.shape[1]
-            key = (X.device, X.dtype, one_each, bias, alignment, has_few_filters)
-            groups.setdefault(key, []).append(index)
-    for (*_, has_few_filters), members in groups.items():  # type: ignore[misc]
-        for index, result in zip(members, _run([layers[i] for i in members], has_few_filters), strict=True):
+            key = (X.device, X.dtype, one_each, bias, _is_whole(layer), is_few)
+            groups.setdefault(key, {})[index] = layer
+    for (*_, is_few), members in groups.items():  # type: ignore[misc]
+        for index, result in zip(members, _run(list(members.values()), is_few), strict=True):
             results[index] = result
     return [result for result in results if result is not None]
 
 
-def _alignment(layer: Member) -> tuple[bool, bool]:
-    """Return whether addresses, sizes and strides are multiples of 16: for X, and for C."""
-    return configs.is_aligned(layer.X), configs.is_aligned(layer.C)
+def _aligned(layer: Member) -> Member | None:
+    """Return the layer, with copies of rows that are not aligned if they must be; None if it cannot be in a list."""
+    X, C, V, bias = layer
+    form, options = _form(X), current()
+    if form == "ieee" or _is_whole(layer):
+        is_far = max(X.stride(0), C.stride(0)) >= FARTHEST
+        return None if X.stride(1) != 1 or C.stride(1) != 1 or is_far else layer
+    if (X.shape[1] + C.shape[1]) * len(X) * X.itemsize > options.scratch_bytes:
+        return None
+    copy = Member(aligned(form, X), aligned(form, C), V, bias)
+    return copy if _is_whole(copy) else None
 
 
-def _widest(X: Tensor, alignment: tuple[bool, bool], has_few_filters: bool) -> int:
+def _form(X: Tensor) -> str:
+    return product_form(X.dtype, current().arithmetic, describe(X.device))
+
+
+def _is_whole(layer: Member) -> bool:
+    return is_whole(layer.X, [layer.C], layer.V.numel() // layer.V.shape[-1])
+
+
+def _configs(layer: Member, has_few_filters: bool) -> list[GroupedConfig]:
+    X = layer.X
+    return configs.grouped(describe(X.device), _form(X), X.dtype, _is_whole(layer), has_few_filters)
+
+
+def _widest(layer: Member, has_few_filters: bool) -> int:
     """Return the most inputs that a layer in a list may have."""
-    device = describe(X.device)
-    form = product_form(X.dtype, current().arithmetic, device)
-    found = configs.grouped(device, form, X.dtype, alignment, has_few_filters)
+    found = _configs(layer, has_few_filters)
     return WIDTHS[min(len(config.tiles) for config in found) - 1] if found else 0
 
 
-def _is_special(X: Tensor, alignment: tuple[bool, bool]) -> bool:
-    """Return whether a layer with few filters has a configuration of its own."""
-    device = describe(X.device)
-    form = product_form(X.dtype, current().arithmetic, device)
-    few, many = (configs.grouped(device, form, X.dtype, alignment, is_few) for is_few in (True, False))
-    return few != many and X.shape[1] <= _widest(X, alignment, True)
+def _has_few_filters(layer: Member | None) -> bool:
+    """Return whether a layer takes the configuration for few filters, if there is one."""
+    if layer is None or layer.V.numel() > FEW_FILTERS * layer.V.shape[-1]:
+        return False
+    is_special = _configs(layer, True) != _configs(layer, False)
+    return is_special and layer.X.shape[1] <= _widest(layer, True)
 
 
 def _run(layers: Sequence[Member], has_few_filters: bool) -> list[Tensor]:
@@ -243,9 +259,9 @@ def _run(layers: Sequence[Member], has_few_filters: bool) -> list[Tensor]:
     vectors = [layer.V.contiguous() for layer in layers]
     device, options = describe(X.device), current()
     form = product_form(X.dtype, options.arithmetic, device)
-    candidates = configs.grouped(device, form, X.dtype, _alignment(layers[0]), has_few_filters)
+    candidates = _configs(layers[0], has_few_filters)
     shapes = tuple((layer.X.shape, V.shape) for layer, V in zip(layers, vectors, strict=True))
-    key = ("grouped", X.device, X.dtype, form, layers[0].bias, _alignment(layers[0]), shapes)
+    key = ("grouped", X.device, X.dtype, form, layers[0].bias, _is_whole(layers[0]), shapes)
     offsets: list[int] = []
 
     def make(config: GroupedConfig) -> Plan:
@@ -271,9 +287,8 @@ def plan(
     stored, number = first.X.dtype, first.V.dtype
     form = product_form(stored, options.arithmetic, device)
     across = is_by_single_multiplications(form, device)
-    x_aligned, c_aligned = _alignment(first)
     one_each = vectors[0].numel() == first.C.shape[1] * vectors[0].shape[-1]
-    kind = (first.X.device, stored, form, one_each, first.bias, x_aligned, c_aligned, config)
+    kind = (first.X.device, stored, form, one_each, first.bias, _is_whole(first), config)
     _PRESENT[kind] = _PRESENT.get(kind, 0) | table.present
     planes = first.X.new_empty(table.planes_size, dtype=plane_storage(form, stored)[1])
     partial = first.X.new_empty(table.partial_size, dtype=number)
@@ -295,11 +310,11 @@ def plan(
         "grouped", grouped_kernel, (table.tiles,),
         dict(
             common, planes=planes, partial=partial, one=launch.hidden_one(device),
-            ROWS=DTYPES[stored], K=1 if one_each else 2, X_ALIGNED=x_aligned, C_ALIGNED=c_aligned, FORM=form,
+            ROWS=DTYPES[stored], K=1 if one_each else 2, WHOLE=_is_whole(first), FORM=form,
             ACROSS=across, PRESENT=_PRESENT[kind],
             TILES=sum(((own.rows, own.filters, own.turned) for own in config.configs), ()),
         ),
-        config.warps, config.stages, tuple(work), config.label,
+        config.warps, config.stages, tuple(work), config.label, configs.compiler_options(device, config),
     )  # fmt: skip
     sums = Launch(
         "grouped, sums", sum_layers_kernel, (table.sums,),
@@ -370,7 +385,7 @@ def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: Grou
         sums += triton.cdiv(size, launch.SUM_BLOCK)
         partial += slices * size
         F = size // V.shape[-1]
-        planes += count * (D * padded(F) if across else F * padded(D))
+        planes += count * (D * padded_size(F) if across else F * padded_size(D))
         splits += triton.cdiv(F, SPLIT_FILTERS)
         # Every result begins at a multiple of 16 entries, so that vector loads are aligned.
         out += triton.cdiv(size, 16) * 16

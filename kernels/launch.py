@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,10 +31,12 @@ class Launch:
     # The multiplications of tensor cores that one pass of each loop needs; empty if the kernel has no product.
     work: tuple[int, ...] = ()
     label: str = ""
+    # Further options of the compiler.
+    options: Mapping[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
         """Launch the kernel on the current device."""
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages, **self.options)
 
 
 class Plan(NamedTuple):
@@ -141,6 +143,15 @@ def tile_offsets(i, i_stride, j, j_stride, FAR: tl.constexpr):
         return i.to(tl.int64)[:, None] * i_stride + j.to(tl.int64)[None, :] * j_stride
     else:
         return i[:, None] * i_stride + j[None, :] * j_stride
+
+
+@triton.jit
+def loadable(size, WHOLE: tl.constexpr):
+    """How many entries of a row may be loaded: `size`, or with WHOLE as many as the next multiple of 16."""
+    if WHOLE:
+        return tl.multiple_of(tl.cdiv(size, 16) * 16, 16)
+    else:
+        return size
 
 
 def is_far(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.configs import Config
+from s3d_fast.kernels.aligned import by_aligned_rows, is_aligned, is_whole
 from s3d_fast.kernels.device import Device, describe
-from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
+from s3d_fast.kernels.launch import Launch, Plan, loadable, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.products import (
     PRODUCTS,
@@ -22,6 +24,7 @@ from s3d_fast.kernels.products import (
     times_rows,
     times_stored,
 )
+from s3d_fast.kernels.tiles import Config
 
 
 @triton.jit
@@ -46,6 +49,7 @@ def fused_rows(
     one,  # see `launch.hidden_one`
     K: tl.constexpr,
     BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether X and C can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     TURNED: tl.constexpr,
@@ -68,12 +72,14 @@ def fused_rows(
     if ACROSS:
         v_tile, inside_v = d[:, None] * pitch + own[None, :], inside_d[:, None] & inside_f[None, :]
         planes += first_filter
-    elif TURNED:
-        v_tile, inside_v = own[:, None] * pitch + d[None, :], inside_f[:, None] & inside_d[None, :]
-        planes += first_filter.to(tl.int64) * pitch
     else:
-        v_tile, inside_v = d[:, None] + own[None, :] * pitch, inside_d[:, None] & inside_f[None, :]
+        # Rows of planes end in zeros.
+        inside_p = d < pitch
         planes += first_filter.to(tl.int64) * pitch
+        if TURNED:
+            v_tile, inside_v = own[:, None] * pitch + d[None, :], inside_f[:, None] & inside_p[None, :]
+        else:
+            v_tile, inside_v = d[:, None] + own[None, :] * pitch, inside_p[:, None] & inside_f[None, :]
     high, low = load_planes(planes, plane, v_tile, inside_v, FORM)
     # With K vectors per filter, the F = K M rows of V share the M columns of C.
     column = f if K == 1 else f % M
@@ -81,13 +87,14 @@ def fused_rows(
     c_tile = tile_offsets(r, c_row, column, c_column, FAR)
     # No program is without rows: the assembler then sees no path on which the sums are defined a second time.
     tl.assume(first < last)
+    inside_x, inside_c = d < loadable(D, WHOLE), f < loadable(F, WHOLE)
     total = tl.zeros((BM, BD), number)
     # Rows are added up after the loop: warps would have to wait for each other in every pass.
     ones = tl.zeros((BM, BN) if TURNED else (BN, BM), number)
     for begin in range(first, last, BN):
         inside_n = r < last - begin
-        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
-        c = tl.load(C + begin * c_row + c_tile, mask=inside_n[:, None] & inside_f[None, :], other=0.0)
+        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_x[None, :], other=0.0)
+        c = tl.load(C + begin * c_row + c_tile, mask=inside_n[:, None] & inside_c[None, :], other=0.0)
         if not TURNED:
             u = stored_times(x, high, low, tl.zeros((BN, BM), number), FORM)
             if BIAS:
@@ -160,6 +167,7 @@ def fused_kernel(
     one,
     K: tl.constexpr,
     BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
     ATOMIC: tl.constexpr,
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -176,7 +184,7 @@ def fused_kernel(
     last = tl.minimum(first + rows_per_slice, N)
     total, bias_total = fused_rows(
         X, C, V, planes, first, last, first_filter, D, F, M, x_row, x_column, c_row, c_column, v_row, plane, pitch, one,
-        K, BIAS, FORM, ACROSS, TURNED, FAR, BN, BM, BD,
+        K, BIAS, WHOLE, FORM, ACROSS, TURNED, FAR, BN, BM, BD,
     )  # fmt: skip
     if not ATOMIC:
         out += slice_index * F * (D + BIAS)
@@ -198,37 +206,41 @@ def plan(X: Tensor, C: Tensor, V: Tensor, bias: bool, device: Device, options: T
     arguments = dict(
         X=X, C=C, V=V, planes=planes, out=out, N=N, D=D, F=F, M=M, x_row=X.stride(0), x_column=X.stride(1),
         c_row=C.stride(0), c_column=C.stride(1), v_row=V.stride(0), plane=planes.stride(0), pitch=planes.stride(1),
-        rows_per_slice=per_slice, one=launch.hidden_one(device), K=1 if F == M else 2, BIAS=bias, ATOMIC=atomic,
-        FORM=form, ACROSS=across, TURNED=config.turned, FAR=is_far, BN=config.rows, BM=config.filters, BD=config.depth,
+        rows_per_slice=per_slice, one=launch.hidden_one(device), K=1 if F == M else 2, BIAS=bias,
+        WHOLE=is_whole(X, [C], F), ATOMIC=atomic, FORM=form, ACROSS=across,
+        TURNED=config.turned, FAR=is_far, BN=config.rows, BM=config.filters, BD=config.depth,
     )  # fmt: skip
     work = 2 * PRODUCTS[form] * config.rows * config.filters * config.depth
     name = "pointwise" + ", atomic" * atomic
     product = Launch(
-        name, fused_kernel, (blocks, slices), arguments, config.warps, config.stages, (work,), config.label
-    )
+        name, fused_kernel, (blocks, slices), arguments, config.warps, config.stages, (work,), config.label,
+        configs.compiler_options(device, config),
+    )  # fmt: skip
     return Plan([split, product], out) if atomic else launch.summed([split, product], out)
 
 
-def supports(X: Tensor, C: Tensor) -> bool:
+def supports(X: Tensor) -> bool:
     """Return whether the rows are narrow enough for the sums of a block of filters to stay in registers."""
     device, width = describe(X.device), launch.power_of_two(X.shape[1], 16, 1 << 30)
     form = product_form(X.dtype, current().arithmetic, device)
-    return bool(configs.pointwise(device, form, X.dtype, width, 1 << 30, configs.is_aligned(X, C)))
+    return bool(configs.pointwise(device, form, X.dtype, width, 1 << 30))
 
 
 def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for rows that it `supports`, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
-    (N, D), options = X.shape, current()
-    if V.numel() == 0 or N == 0:
+    if V.numel() == 0 or len(X) == 0:
         return torch.zeros_like(V)
-    vectors = V.reshape(-1, V.shape[-1]).contiguous()
-    device = describe(X.device)
+    device, options = describe(X.device), current()
     form = product_form(X.dtype, options.arithmetic, device)
-    width = launch.power_of_two(D, 16, 1 << 30)
-    candidates = configs.pointwise(device, form, X.dtype, width, len(vectors), configs.is_aligned(X, C))
-    shapes = (width, len(vectors), C.shape[1], bias, options.atomic, X.stride(), N.bit_length())
-    key = ("pointwise", X.device, X.dtype, form, *shapes)
+    width = launch.power_of_two(X.shape[1], 16, 1 << 30)
+
+    def product(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
+        (C,), F = coefficients, len(V)
+        shapes = (width, F, C.shape[1], bias, options.atomic, X.stride(), len(X).bit_length())
+        key = ("pointwise", X.device, X.dtype, form, is_aligned(X, C), *shapes)
+        candidates = configs.pointwise(device, form, X.dtype, width, F, bias)
+        return launch.choose(key, candidates, lambda config: plan(X, C, V, bias, device, options, config))
+
     with launch.on_device(X):
-        return launch.choose(key, candidates, lambda config: plan(X, C, vectors, bias, device, options, config)).view(
-            V.shape
-        )
+        vectors = V.reshape(-1, V.shape[-1]).contiguous()
+        return by_aligned_rows(form, X, [C], vectors, options, product).view(V.shape)

@@ -9,22 +9,24 @@ U (chunk, F) goes through memory. How it is stored depends on the rows:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.configs import Config
+from s3d_fast.base.padding import padded_size
+from s3d_fast.kernels import configs, launch, tiles
+from s3d_fast.kernels.aligned import by_aligned_rows, is_aligned
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
-from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
+from s3d_fast.kernels.launch import Launch, Plan, loadable, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.products import (
     PRODUCTS,
     is_by_single_multiplications,
     leading_part,
     load_planes,
-    padded,
     product_form,
     remainder,
     split_launch,
@@ -32,6 +34,7 @@ from s3d_fast.kernels.products import (
     times_rows,
     times_stored,
 )
+from s3d_fast.kernels.tiles import Config
 
 
 @triton.jit
@@ -45,6 +48,7 @@ def rows_product(
     x_column,
     plane,
     pitch,
+    WHOLE: tl.constexpr,  # whether X can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     FAR: tl.constexpr,
@@ -60,10 +64,13 @@ def rows_product(
     v_tile = k[:, None] * pitch + own[None, :] if ACROSS else k[:, None] + own[None, :] * pitch
     tl.assume(D > 0)
     u = tl.zeros((BN, BM), number)
+    columns = loadable(D, WHOLE)
+    # Rows of planes end in zeros, unless filters are contiguous.
+    entries = D if ACROSS else pitch
     for first in range(0, D, BK):
-        inside_d = k < D - first
-        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
-        high, low = load_planes(planes, plane, v_tile, inside_d[:, None] & inside_f[None, :], FORM)
+        x = tl.load(X + x_tile, mask=inside_n[:, None] & (k < columns - first)[None, :], other=0.0)
+        inside_v = (k < entries - first)[:, None] & inside_f[None, :]
+        high, low = load_planes(planes, plane, v_tile, inside_v, FORM)
         u = stored_times(x, high, low, u, FORM)
         X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
         planes += BK * pitch if ACROSS else BK
@@ -84,10 +91,10 @@ def store_product(U, plane, places, u, inside, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=["begin", "end"])
 def project_kernel(
     X,  # (N, D)
-    C,  # (N, M)
+    C,  # (N, M); None for no coefficients
     V,  # (F, D (+ 1))
     planes,  # (planes, F, pitch), the parts of V; if ACROSS, (planes, D, pitch)
-    U,  # (planes, chunk, u_row)
+    U,  # (planes, chunk, u_row); without coefficients (chunk, u_row)
     begin,
     end,  # the chunk's rows are [begin, end)
     D,
@@ -104,6 +111,7 @@ def project_kernel(
     u_row,
     K: tl.constexpr,
     BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     FAR: tl.constexpr,
@@ -111,7 +119,7 @@ def project_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """U = (X V^T + bias) * C for a chunk of rows."""
+    """U = (X V^T + bias) * C for a chunk of rows, in planes; without coefficients, as it is."""
     # Neighbouring programs take the same rows: X is read from memory once; V is small and comes from the cache.
     blocks = tl.cdiv(F, BM)
     first_filter = (tl.program_id(0) % blocks) * BM
@@ -121,16 +129,20 @@ def project_kernel(
     parts = planes + (first_filter if ACROSS else first_filter.to(tl.int64) * pitch)
     u = rows_product(
         X + (begin + row) * x_row, parts, end - begin - row, F - first_filter, D, x_row, x_column, plane, pitch,
-        FORM, ACROSS, FAR, BN, BM, BK,
+        WHOLE, FORM, ACROSS, FAR, BN, BM, BK,
     )  # fmt: skip
     inside_n, inside_f = r < end - begin - row, f < F
     if BIAS:
         u += tl.load(V + f.to(tl.int64) * v_row + D, mask=inside_f, other=0.0)[None, :]
-    column = f if K == 1 else f % M
     inside = inside_n[:, None] & inside_f[None, :]
-    c_tile = tile_offsets(r, c_row, column, c_column, FAR)
-    u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(u.dtype)
-    store_product(U + row * u_row, u_plane, r[:, None] * u_row + f[None, :], u, inside, FORM)
+    places = r[:, None] * u_row + f[None, :]
+    if C is None:
+        tl.store(U + row * u_row + places, u, mask=inside)
+    else:
+        column = f if K == 1 else f % M
+        c_tile = tile_offsets(r, c_row, column, c_column, FAR)
+        u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(u.dtype)
+        store_product(U + row * u_row, u_plane, places, u, inside, FORM)
 
 
 @triton.jit(do_not_specialize=["begin", "end", "fresh"])
@@ -151,6 +163,7 @@ def accumulate_kernel(
     half,  # where the second half of a row of `out` starts
     rows_per_slice,
     fresh,  # whether to ignore what `out` holds
+    WHOLE: tl.constexpr,
     FORM: tl.constexpr,
     FAR: tl.constexpr,
     BM: tl.constexpr,
@@ -166,6 +179,8 @@ def accumulate_kernel(
     rows = tl.minimum(row + rows_per_slice, end - begin) - row
     r = tl.arange(0, BK)
     inside_f, inside_d = f < F, d < D
+    # Rows of U end in zeros.
+    inside_x, inside_u = d < loadable(D, WHOLE), f < u_row
     out += slice_index * filters * o_row
     starts = (f % filters).to(tl.int64) * o_row + (f // filters) * half
     where = out + starts[:, None] + d[None, :]
@@ -178,11 +193,11 @@ def accumulate_kernel(
     tl.assume(rows > 0)
     for first in range(0, rows, BK):
         inside_n = r < rows - first
-        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_d[None, :], other=0.0)
-        inside_u = inside_f[:, None] & inside_n[None, :]
-        u = tl.load(U + u_tile, mask=inside_u, other=0.0)
+        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_x[None, :], other=0.0)
+        present = inside_u[:, None] & inside_n[None, :]
+        u = tl.load(U + u_tile, mask=present, other=0.0)
         if FORM == "split":
-            low = tl.load(U + u_plane + u_tile, mask=inside_u, other=0.0)
+            low = tl.load(U + u_plane + u_tile, mask=present, other=0.0)
             total = times_stored(u, low, x, total, FORM)
         else:
             total = times_rows(u.to(number), x, total, FORM)
@@ -246,6 +261,15 @@ def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
     return 1, torch.float64 if stored == torch.float64 else torch.float32
 
 
+def product_memory(X: Tensor, form: str, rows: int, columns: int) -> Tensor:
+    """Return memory for U, (planes, rows, padded columns), with zeros in the columns that are padding."""
+    planes, dtype = product_storage(form, X.dtype)
+    U = X.new_empty(planes, rows, padded_size(columns), dtype=dtype)
+    if columns < U.shape[2]:
+        U[:, :, columns:].zero_()
+    return U
+
+
 def accumulate_launches(
     X: Tensor,  # (N, D)
     U: Tensor,  # (planes, chunk, padded columns)
@@ -258,6 +282,7 @@ def accumulate_launches(
     form: str,
     far: bool,
     config: Config,
+    device: Device,
 ) -> list[Launch]:
     """Return the launches that add U^T X over a chunk of rows to every slice of `out`, and sums of columns of U.
 
@@ -273,14 +298,17 @@ def accumulate_launches(
         rows_per_slice=per_slice, fresh=int(chunk[0] == 0), FORM=form,
     )  # fmt: skip
     arguments = dict(
-        common, X=X, begin=chunk[0], end=chunk[1], F=columns, x_row=X.stride(0), x_column=X.stride(1), FAR=far,
-        BM=config.filters, BD=config.rows, BK=config.depth,
+        common, X=X, begin=chunk[0], end=chunk[1], F=columns, x_row=X.stride(0), x_column=X.stride(1),
+        WHOLE=is_aligned(X), FAR=far, BM=config.filters, BD=config.rows, BK=config.depth,
     )  # fmt: skip
     grid = (max(1, triton.cdiv(D, config.rows)), triton.cdiv(columns, config.filters), slices)
     work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
     launches = [
-        Launch("wide, accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label)
-    ]
+        Launch(
+            "wide, accumulate", accumulate_kernel, grid, arguments, config.warps, config.stages, work, config.label,
+            configs.compiler_options(device, config),
+        )
+    ]  # fmt: skip
     if biased:
         arguments = dict(
             common, rows=chunk[1] - chunk[0], F=biased.stop, first=biased.start, BM=SUMMED_COLUMNS, BK=SUMMED_ROWS
@@ -288,6 +316,43 @@ def accumulate_launches(
         blocks = triton.cdiv(len(biased), SUMMED_COLUMNS)
         launches.append(Launch("wide, bias", column_sums_kernel, (blocks, slices), arguments, SUMMED_WARPS))
     return launches
+
+
+def chunk_rows(X: Tensor, form: str, columns: int, pair: tuple[Config, Config], options: TritonOptions) -> int:
+    """Return how many rows of U the scratch memory holds: all, or a multiple of the rows of a tile."""
+    planes, dtype = product_storage(form, X.dtype)
+    block = max(pair[0].rows, pair[1].depth)
+    most = options.scratch_bytes // (planes * dtype.itemsize * padded_size(columns))
+    return len(X) if most >= len(X) else max(block, most // block * block)
+
+
+def project_launch(
+    name: str,
+    X: Tensor,  # (N, D)
+    C: Tensor | None,  # (N, M)
+    V: Tensor,  # (F, D (+ 1))
+    parts: Tensor,  # the planes of V
+    U: Tensor,  # (planes, chunk, padded filters); without coefficients (chunk, padded filters)
+    chunk: tuple[int, int],
+    bias: bool,
+    form: str,
+    far: bool,
+    config: Config,
+    device: Device,
+) -> Launch:
+    """Return the launch of U = (X V^T + bias) * C for a chunk of rows."""
+    (begin, end), D, F = chunk, X.shape[1], len(V)
+    M, c_row, c_column = (F, 0, 0) if C is None else (C.shape[1], *C.stride())
+    arguments = dict(
+        X=X, C=C, V=V, planes=parts, U=U, begin=begin, end=end, D=D, F=F, M=M, x_row=X.stride(0), x_column=X.stride(1),
+        c_row=c_row, c_column=c_column, v_row=V.stride(0), plane=parts.stride(0), pitch=parts.stride(1),
+        u_plane=U.stride(0), u_row=U.stride(-2), K=1 if F == M else 2, BIAS=bias, WHOLE=is_aligned(X), FORM=form,
+        ACROSS=is_by_single_multiplications(form, device), FAR=far, BN=config.rows, BM=config.filters, BK=config.depth,
+    )  # fmt: skip
+    grid = (triton.cdiv(F, config.filters) * triton.cdiv(end - begin, config.rows),)
+    work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
+    extra = configs.compiler_options(device, config)
+    return Launch(name, project_kernel, grid, arguments, config.warps, config.stages, work, config.label, extra)
 
 
 def slices_of(X: Tensor, rows: int, columns: int, config: Config, device: Device) -> tuple[int, int]:
@@ -306,50 +371,40 @@ def plan(
     pair: tuple[Config, Config],
 ) -> Plan:
     """Return the launches for rows of any width and contiguous vectors V (F, D (+ 1))."""
-    (N, D), F, M = X.shape, len(V), C.shape[1]
+    (N, D), F = X.shape, len(V)
     form = product_form(X.dtype, options.arithmetic, device)
     project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
-    across = is_by_single_multiplications(form, device)
     far = any(launch.is_far((256, max(D, F)), tensor.stride()) for tensor in (X, C))
-    split, parts = split_launch(V, form, X.dtype, across, range(D))
-    planes, dtype = product_storage(form, X.dtype)
-    block = max(project.rows, accumulate.depth)
-    most = options.scratch_bytes // (planes * dtype.itemsize * padded(F))
-    chunk = N if most >= N else max(block, most // block * block)
-    U = X.new_empty(planes, min(chunk, N), padded(F), dtype=dtype)
-    per_slice, slices = slices_of(X, min(chunk, N), F, accumulate, device)
+    split, parts = split_launch(V, form, X.dtype, is_by_single_multiplications(form, device), range(D))
+    rows = chunk_rows(X, form, F, (project, accumulate), options)
+    U = product_memory(X, form, rows, F)
+    per_slice, slices = slices_of(X, rows, F, accumulate, device)
     out = V.new_empty(slices, *V.shape)
-    name = "wide, project" + ", few rows" * (N <= configs.FEW_ROWS)
+    name = "wide, project" + ", few rows" * (N <= tiles.FEW_ROWS)
     launches = [split]
-    for begin in range(0, N, chunk):
-        end = min(begin + chunk, N)
-        arguments = dict(
-            X=X, C=C, V=V, planes=parts, U=U, begin=begin, end=end, D=D, F=F, M=M, x_row=X.stride(0),
-            x_column=X.stride(1), c_row=C.stride(0), c_column=C.stride(1), v_row=V.stride(0), plane=parts.stride(0),
-            pitch=parts.stride(1), u_plane=U.stride(0), u_row=U.stride(1), K=1 if F == M else 2, BIAS=bias, FORM=form,
-            ACROSS=across, FAR=far, BN=project.rows, BM=project.filters, BK=project.depth,
-        )  # fmt: skip
-        grid = (triton.cdiv(F, project.filters) * triton.cdiv(end - begin, project.rows),)
-        work = (PRODUCTS[form] * project.rows * project.filters * project.depth,)
+    for begin in range(0, N, rows):
+        chunk = begin, min(begin + rows, N)
         launches += [
-            Launch(name, project_kernel, grid, arguments, project.warps, project.stages, work, project.label),
-            *accumulate_launches(X, U, out, (begin, end), F, 0, range(F * bias), per_slice, form, far, accumulate),
+            project_launch(name, X, C, V, parts, U, chunk, bias, form, far, project, device),
+            *accumulate_launches(X, U, out, chunk, F, 0, range(F * bias), per_slice, form, far, accumulate, device),
         ]
     return launch.summed(launches, out)
 
 
 def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     """Return S v for a layer of any width, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
-    (N, D), options = X.shape, current()
-    if V.numel() == 0 or N == 0:
+    if V.numel() == 0 or len(X) == 0:
         return torch.zeros_like(V)
-    vectors = V.reshape(-1, V.shape[-1]).contiguous()
-    device = describe(X.device)
+    device, options = describe(X.device), current()
     form = product_form(X.dtype, options.arithmetic, device)
-    is_aligned = configs.is_aligned(X, C)
-    candidates = configs.wide(device, form, X.dtype, N, is_aligned)
-    shapes = (D, len(vectors), C.shape[1], X.stride(), N.bit_length())
-    key = ("wide", X.device, X.dtype, form, is_aligned, bias, *shapes)
+
+    def product(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
+        ((N, D), (C,)) = X.shape, coefficients
+        shapes = (D, len(V), C.shape[1], X.stride(), N.bit_length())
+        key = ("wide", X.device, X.dtype, form, is_aligned(X), bias, *shapes)
+        candidates = configs.wide(device, form, X.dtype, N)
+        return launch.choose(key, candidates, lambda pair: plan(X, C, V, bias, device, options, pair))
+
     with launch.on_device(X):
-        result = launch.choose(key, candidates, lambda pair: plan(X, C, vectors, bias, device, options, pair))
-    return result.view(V.shape)
+        vectors = V.reshape(-1, V.shape[-1]).contiguous()
+        return by_aligned_rows(form, X, [C], vectors, options, product).view(V.shape)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s3d_fast.base.padding import padded_size
 from s3d_fast.kernels.device import INTERPRETED, Device
 from s3d_fast.kernels.launch import Launch
 
@@ -206,11 +207,6 @@ def split_kernel(
 SPLIT_FILTERS, SPLIT_COLUMNS, SPLIT_WARPS = (64, 128, 4) if INTERPRETED else (8, 64, 4)
 
 
-def padded(size: int) -> int:
-    """Return the least multiple of 16 that is not smaller: rows of such a length are aligned."""
-    return triton.cdiv(size, 16) * 16
-
-
 def split_launch(
     V: Tensor,  # (F, ...), contiguous rows
     form: str,
@@ -227,8 +223,8 @@ def split_launch(
     F, D = len(V), len(columns)
     count, dtype = plane_storage(form, stored)
     rows, entries = (D, F) if across else (F, D)
-    planes = V.new_empty(count, rows, padded(entries), dtype=dtype)
-    grid = (triton.cdiv(F, SPLIT_FILTERS), max(1, triton.cdiv(padded(D), SPLIT_COLUMNS)))
+    planes = V.new_empty(count, rows, padded_size(entries), dtype=dtype)
+    grid = (triton.cdiv(F, SPLIT_FILTERS), max(1, triton.cdiv(padded_size(D), SPLIT_COLUMNS)))
     arguments = dict(
         V=V, planes=planes, F=F, D=D, v_row=V.stride(0), v_column=V.stride(1), plane=planes.stride(0),
         pitch=planes.stride(1), first=columns.start, less=less, LESS=less > 0, FORM=form, ACROSS=across,

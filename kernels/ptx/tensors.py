@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from s3d_fast.base.padding import is_padded, padded_size
 from s3d_fast.kernels.ptx.findings import Fault, conflict
 from s3d_fast.kernels.ptx.hazards import Hazards
 from s3d_fast.kernels.ptx.values import UNSIGNED, Array
@@ -179,8 +180,9 @@ class GlobalMemory:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses from the first to behind the last byte of a tensor."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """Return the addresses from the first to behind the last byte of a tensor, with the zeros behind its rows."""
+    shape = (*tensor.shape[:-1], padded_size(tensor.shape[-1])) if is_padded(tensor) else tensor.shape
+    reach = sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize
 
 

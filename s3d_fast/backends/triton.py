@@ -46,7 +46,7 @@ class TritonBackend(Backend):
         return why_not_activation(activation)
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
-        family = pointwise if pointwise.supports(X, C) else pointwise_wide
+        family = pointwise if pointwise.supports(X) else pointwise_wide
         return family.splitting_matvec(X=X, C=C, V=V, bias=bias)
 
     def splitting_matvec_grouped(

@@ -25,6 +25,7 @@ class DepthwiseOperator(SplittingOperator):
     ONLY_LAUNCHES = True
     COEFFICIENTS = ("C_",)
     PER_FILTER = ("weight_",)
+    WIDE_ROWS = ("X",)
 
     def __init__(
         self,

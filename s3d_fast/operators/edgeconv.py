@@ -21,6 +21,7 @@ class EdgeConvOperator(SplittingOperator):
     CAN_CHANGE_DTYPE = True
     ONLY_LAUNCHES = True
     COEFFICIENTS = ("C", "K")
+    WIDE_ROWS = ("X",)
 
     def __init__(
         self,

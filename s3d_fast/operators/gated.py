@@ -17,6 +17,7 @@ class GatedOperator(SplittingOperator):
     CAN_CHANGE_DTYPE = True
     ONLY_LAUNCHES = True
     COEFFICIENTS = ("c11", "c12", "c22")
+    WIDE_ROWS = ("X", *COEFFICIENTS)
 
     def __init__(
         self,

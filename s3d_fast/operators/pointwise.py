@@ -16,6 +16,7 @@ class PointwiseOperator(SplittingOperator):
     CAN_CHANGE_DTYPE = True
     ONLY_LAUNCHES = True
     COEFFICIENTS = ("C",)
+    WIDE_ROWS = ("X", "C")
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.base import dtypes, require
+from s3d_fast.base.padding import is_padded, with_padding
 from s3d_fast.operators.operator import SplittingOperator
 
 # Rows at a time: their coefficients fit into a processor's cache.
@@ -29,7 +30,8 @@ def restricted(operator: Operator, filters: Tensor, **axes: int) -> Operator:
         tensor = getattr(operator, name)
         wrapped = torch.where(filters < 0, filters + tensor.shape[axis], filters)
         # Same as indexing, but faster.
-        setattr(rest, name, tensor.index_select(axis, wrapped))
+        own = tensor.index_select(axis, wrapped)
+        setattr(rest, name, with_padding(own) if is_padded(tensor) else own)
     rest.shape = (len(filters), operator.shape[1])
     return rest
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 import triton
 
-from s3d_fast.kernels import aot, configs, loops
+from s3d_fast.kernels import aot, configs, loops, tiles
 from s3d_fast.kernels.checked import STORED
 from s3d_fast.kernels.compiled import TARGETS, Compiled, fingerprint
-from s3d_fast.kernels.configs import Config
 from s3d_fast.kernels.device import Device
 from s3d_fast.kernels.launch import Launch
 from s3d_fast.kernels.products import product_form
+from s3d_fast.kernels.tiles import Config
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "docs" / "gpu.json"
@@ -210,7 +210,7 @@ def test_small_gpus_have_configurations_that_fit(device: Device) -> None:
     for dtype in STORED.values():
         for precision in ("highest", "high", "medium"):
             form = product_form(dtype, precision, device)
-            for width in configs.WIDTHS[:3]:
+            for width in tiles.WIDTHS[:3]:
                 assert configs.pointwise(device, form, dtype, width, 1024), (dtype, form, width)
             assert configs.wide(device, form, dtype, 1000), (dtype, form)
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import chain, cycle, product
+from itertools import cycle, product
 
 import pytest
 import torch
 import triton
 
 from s3d_fast.backends import operations
-from s3d_fast.kernels import configs, device, launch, pointwise, pointwise_wide
-from s3d_fast.kernels.configs import Config
+from s3d_fast.kernels import configs, device, launch, pointwise, pointwise_wide, tiles
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
+from s3d_fast.kernels.tiles import Config
 from s3d_fast.maths import reference
 from tests.cases import DTYPES, TOLERANCE, RowsCase, doubles, random_vectors, relative_error
 from tests.kernel_cases import (
@@ -73,10 +73,10 @@ def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(
     family: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = recorded(monkeypatch, *KERNELS[family])
-    X, C = RowsCase(2, 2, 2, torch.float16).tensors()
+    X, C = RowsCase(2, 2, 2, torch.float32).tensors()
     strides = (1, 2**25) if transposed else (2**25, 1)
-    far = [torch.zeros(2**25 + 4, dtype=torch.float16).as_strided((2, 2), strides).copy_(x) for x in (X, C)]
-    V = random_vectors(2, 2, dtype=torch.float16)
+    far = [torch.zeros(2**25 + 4, dtype=torch.float32).as_strided((2, 2), strides).copy_(x) for x in (X, C)]
+    V = random_vectors(2, 2, dtype=torch.float32)
     assert_matvec(X, C, V, call=FAMILIES[family])
     assert_matvec(*far, V, call=FAMILIES[family])
     assert_matvec(X, far[1], V, call=FAMILIES[family])
@@ -268,8 +268,7 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
 ) -> None:
     pretend(monkeypatch, vendor)
     ((dtype, precision),), biases = ARITHMETIC[arithmetic], cycle([False, True, True])
-    tables = (configs.POINTWISE, configs.POINTWISE_UNALIGNED)
-    for width, entries in chain(*(table.get((vendor, arithmetic), {}).items() for table in tables)):
+    for width, entries in tiles.POINTWISE.get((vendor, arithmetic), {}).items():
         for rows, filters, *others in entries:
             bias, config = next(biases), Config(rows, filters, width, *others)
             monkeypatch.setattr(configs, "pointwise", lambda *_, config=config: [config])
@@ -285,8 +284,7 @@ def test_every_configuration_of_the_wide_kernels_for_a_gpu_agrees_with_the_refer
 ) -> None:
     pretend(monkeypatch, vendor)
     ((dtype, precision),), biases = ARITHMETIC[arithmetic], cycle([False, True])
-    tables = (configs.WIDE, configs.WIDE_UNALIGNED)
-    for pair in chain(*(table.get((vendor, arithmetic), ()) for table in tables)):
+    for pair in tiles.WIDE.get((vendor, arithmetic), ()):
         monkeypatch.setattr(configs, "wide", lambda *_, pair=pair: [pair])
         bias = next(biases)
         case = RowsCase(140, 140, 9, dtype, bias, K=2)
@@ -300,12 +298,12 @@ def test_there_is_a_configuration_for_every_layer_on_every_gpu(
     vendor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = pretend(monkeypatch, vendor)
-    for precision, is_aligned in product(("highest", "high", "medium"), (False, True)):
+    for precision in ("highest", "high", "medium"):
         form = product_form(dtype, precision, gpu)
-        assert configs.wide(gpu, form, dtype, 1000, is_aligned)
-        assert configs.wide(gpu, form, dtype, 10, is_aligned)
+        assert configs.wide(gpu, form, dtype, 1000)
+        assert configs.wide(gpu, form, dtype, 10)
         for width, filters in product([16, 32, 64, 128, 256], [1, 16, 33, 1000]):
-            chosen = configs.pointwise(gpu, form, dtype, width, filters, is_aligned)
+            chosen = configs.pointwise(gpu, form, dtype, width, filters)
             # Wider rows may need the two launches of the wide kernels.
             assert chosen or width > 64, (precision, width, filters)
             assert len(set(chosen)) == len(chosen)
@@ -345,18 +343,18 @@ def share_cases() -> list[tuple[int, int, int, int]]:
 
 
 def test_rows_are_shared_out_in_whole_blocks_and_no_program_has_none() -> None:
-    for rows, tiles, block, processors in share_cases():
-        per_slice, slices = launch.share_rows(rows, tiles, block, replace(GPUS["nvidia"], processors=processors))
-        label = (rows, tiles, block, processors)
+    for rows, count, block, processors in share_cases():
+        per_slice, slices = launch.share_rows(rows, count, block, replace(GPUS["nvidia"], processors=processors))
+        label = (rows, count, block, processors)
         assert per_slice % block == 0, label
         assert (slices - 1) * per_slice < rows <= slices * per_slice, label
-        assert tiles * slices <= max(4 * processors, tiles), label
+        assert count * slices <= max(4 * processors, count), label
 
 
 def test_no_program_but_the_last_has_fewer_than_four_blocks_of_rows() -> None:
-    for rows, tiles, block, processors in share_cases():
-        per_slice, slices = launch.share_rows(rows, tiles, block, replace(GPUS["nvidia"], processors=processors))
-        assert slices == 1 or per_slice >= 4 * block, (rows, tiles, block, processors)
+    for rows, count, block, processors in share_cases():
+        per_slice, slices = launch.share_rows(rows, count, block, replace(GPUS["nvidia"], processors=processors))
+        assert slices == 1 or per_slice >= 4 * block, (rows, count, block, processors)
 
 
 def test_sizes_of_tiles_are_powers_of_two_within_bounds() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from s3d_fast.backends.choice import choose
-from s3d_fast.kernels import depthwise
+from s3d_fast.kernels import depthwise, pointwise_wide
 from s3d_fast.kernels.options import triton_options
 from tests.backends.agreement import assert_agrees, depthwise_of
 from tests.cases import HALVED, SAME, UNEVEN, DepthwiseCase
@@ -33,7 +33,7 @@ def test_a_stage_is_a_pass_forth_and_one_back(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("images", [1, 2, 5])
 def test_chunks_of_images_agree(monkeypatch: pytest.MonkeyPatch, images: int) -> None:
-    launches = recorded(monkeypatch, depthwise, "maps_kernel")
+    launches = recorded(monkeypatch, pointwise_wide, "project_kernel")
     arguments = depthwise_of(CASE)
     sizes = [own.shape[1] * own.shape[2] for own in arguments["C"]]
     per_image = 32 * 8 * (sum(sizes) + sizes[0])

@@ -5,7 +5,7 @@ That they agree with the reference is in `tests/backends/test_agreement.py`.
 
 from __future__ import annotations
 
-from itertools import chain, cycle, product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from s3d_fast import EdgeConvOperator
 from s3d_fast.backends import operations
 from s3d_fast.backends.choice import choose
-from s3d_fast.kernels import configs, edgeconv, launch, pointwise_wide
+from s3d_fast.kernels import configs, edgeconv, launch, pointwise_wide, tiles
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import Incoming, incoming_edges
@@ -229,8 +229,7 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
     pretend(monkeypatch, vendor)
     monkeypatch.setattr(edgeconv, "RECEIVE_ROWS", 8)
     flags = cycle([False, True, True])
-    tables = (configs.WIDE, configs.WIDE_UNALIGNED)
-    for pair in chain(*(table.get((vendor, arithmetic), ()) for table in tables)):
+    for pair in tiles.WIDE.get((vendor, arithmetic), ()):
         monkeypatch.setattr(configs, "wide", lambda *_, pair=pair: [pair])
         for dtype, precision in ARITHMETIC[arithmetic]:
             case = EdgeCase(2, 35, 66, 4, 17, dtype, next(flags), K=2)

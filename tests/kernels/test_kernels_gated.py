@@ -5,15 +5,15 @@ That it agrees with the reference is in `tests/backends/test_agreement.py`.
 
 from __future__ import annotations
 
-from itertools import chain, cycle
+from itertools import cycle
 
 import pytest
 import torch
 
 from s3d_fast.backends.choice import choose
-from s3d_fast.kernels import configs, gated, launch
-from s3d_fast.kernels.configs import Config
+from s3d_fast.kernels import configs, gated, launch, tiles
 from s3d_fast.kernels.options import triton_options
+from s3d_fast.kernels.tiles import Config
 from tests.backends.agreement import assert_agrees, gated_of
 from tests.cases import RowsCase
 from tests.kernel_cases import ARITHMETIC, every_dtype, every_vendor, pretend, recorded
@@ -29,8 +29,7 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
 ) -> None:
     pretend(monkeypatch, vendor)
     ((dtype, precision),), biases = ARITHMETIC[arithmetic], cycle([False, True, True])
-    tables = (configs.GATED, configs.GATED_UNALIGNED)
-    for width, entries in chain(*(table.get((vendor, arithmetic), {}).items() for table in tables)):
+    for width, entries in tiles.GATED.get((vendor, arithmetic), {}).items():
         for rows, filters, *others in entries:
             bias, config = next(biases), Config(rows, filters, width, *others)
             monkeypatch.setattr(configs, "gated", lambda *_, config=config: [config])
@@ -58,9 +57,9 @@ def test_rows_that_are_too_wide_for_one_launch_agree_too(
 
 def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = recorded(monkeypatch, gated, "gated_kernel")
-    given = gated_of(RowsCase(2, 2, 2, torch.float16))
+    given = gated_of(RowsCase(2, 2, 2, torch.float32))
     for name in ("X", "c11", "c12", "c22"):
-        far = torch.zeros(2**25 + 4, dtype=torch.float16).as_strided((2, 2), (2**25, 1)).copy_(given[name])
+        far = torch.zeros(2**25 + 4, dtype=torch.float32).as_strided((2, 2), (2**25, 1)).copy_(given[name])
         assert_agrees(choose("triton"), "gated_matvec", label=name, **{**given, name: far})
         assert launches[-1].arguments["FAR"]
 

@@ -18,6 +18,7 @@ from s3d_fast.kernels.compiled import TARGETS
 from s3d_fast.kernels.device import INTERPRETER
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.kernels.products import product_form
+from s3d_fast.kernels.tiles import GROUPED, WIDTHS
 from s3d_fast.maths import reference
 from tests.backends.agreement import assert_agrees
 from tests.cases import RowsCase, doubles, laid_out, random_tensor, random_vectors
@@ -115,12 +116,11 @@ def test_what_a_launch_says_of_alignment_is_true(monkeypatch: pytest.MonkeyPatch
     layers += [(laid_out(X, "offset"), C, V, bias), (X, laid_out(C, "offset"), V, bias)]
     layers += [(X, C, torch.cat([V.flatten()[:1], V.flatten()])[1:].view(V.shape), bias)]
     assert_products(layers)
-    for claim, names in (("X_ALIGNED", ("X", "D", "x_row")), ("C_ALIGNED", ("C", "F", "M", "c_row"))):
-        columns = [grouped.FIELDS.index(name) for name in names]
-        for entry in launches:
-            is_multiple = (entry.arguments["table"][:, columns] % 16 == 0).all(1)
-            assert (is_multiple == entry.arguments[claim]).all(), claim
-        assert {entry.arguments[claim] for entry in launches} == {False, True}
+    columns = [grouped.FIELDS.index(name) for name in ("X", "D", "x_row", "C", "F", "M", "c_row")]
+    for entry in launches:
+        is_multiple = (entry.arguments["table"][:, columns] % 16 == 0).all(1)
+        assert (is_multiple == entry.arguments["WHOLE"]).all()
+    assert {entry.arguments["WHOLE"] for entry in launches} == {False, True}
 
 
 def test_the_same_list_has_one_table_and_the_same_bits() -> None:
@@ -235,18 +235,19 @@ def test_every_configuration_for_a_gpu_agrees_with_the_reference(
     ((dtype, precision),) = ARITHMETIC[arithmetic]
     form = product_form(dtype, precision, gpu)
     for is_aligned, has_few_filters in ((False, False), (True, False), (True, True)):
-        for config in candidates(gpu, form, dtype, (is_aligned, is_aligned), has_few_filters):
+        for config in candidates(gpu, form, dtype, is_aligned, has_few_filters):
             monkeypatch.setattr(configs, "grouped", lambda *_, config=config: [config])
             # One tile and a bit in every direction, for every width.
             less = 0 if is_aligned else 3
             layers = [
                 layer_of(RowsCase(rows + 3, width - less, 16, dtype, K=filters // 16 + 1))
-                for width, (rows, filters, *_) in zip(configs.WIDTHS, config.tiles, strict=False)
+                for width, (rows, filters, *_) in zip(WIDTHS, config.tiles, strict=False)
             ]
             layers.append(layer_of(RowsCase(9 * config.tiles[0][0] + 1, 16 - less, 16, dtype, K=2)))
             with triton_options(precision=precision):
                 assert_products(layers, config)
-            assert launches[-1].arguments["X_ALIGNED"] == is_aligned
+            # On tensor cores, rows that are not aligned are copied.
+            assert launches[-1].arguments["WHOLE"] == (is_aligned or form != "ieee")
 
 
 @every_vendor
@@ -256,9 +257,8 @@ def test_there_is_a_configuration_for_every_list_on_every_gpu(
 ) -> None:
     gpu = pretend(monkeypatch, vendor)
     for precision in ("highest", "high", "medium"):
-        for alignment in ((False, False), (True, False), (True, True)):
-            form = product_form(dtype, precision, gpu)
-            assert configs.grouped(gpu, form, dtype, alignment), (precision, alignment)
+        form = product_form(dtype, precision, gpu)
+        assert all(configs.grouped(gpu, form, dtype, is_aligned) for is_aligned in (False, True)), precision
     assert_products([layer_of(RowsCase(40, 20, 9, dtype)), layer_of(RowsCase(40, 64, 16, dtype))])
 
 
@@ -286,7 +286,7 @@ class Cuda:
     def table_of(self, layers: Sequence[Layer]) -> grouped.Table:
         """Return the table of these layers, as if they were on the GPU."""
         members = [grouped.Member(*layer) for layer in layers]
-        config = configs.GROUPED["interpreter", "fp64"][0]
+        config = GROUPED["interpreter", "fp64"][0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grouped, "on_device", lambda rows, where: torch.tensor(rows))
             patch.setattr(grouped, "_device_of", lambda layer: self.device)

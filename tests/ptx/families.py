@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from s3d_fast.base.padding import with_padding
 from s3d_fast.maths import reference
 from s3d_fast.maths.activations import activation, activation_names
 from s3d_fast.maths.reference import Widening
@@ -129,9 +130,9 @@ def certificate(dtype: torch.dtype) -> Arguments:
 POINTWISE, WIDE = {"fused_kernel"}, {"project_kernel", "accumulate_kernel"}
 GROUPED = {"grouped_kernel", "sum_layers_kernel"}
 EDGES = {"point_products_kernel", "accumulate_kernel"}
-DEPTHWISE = {"maps_kernel", "stage_forth_kernel", "stage_back_kernel", "accumulate_kernel"}
+DEPTHWISE = {"project_kernel", "stage_forth_kernel", "stage_back_kernel", "accumulate_kernel"}
 # Where tiles of the fused kernel do not fit, the product goes through memory.
-INSTEAD = {"gated_kernel": {"gated_project_kernel", "accumulate_kernel"}}
+INSTEAD = {"gated_kernel": {"gated_project_kernel", "accumulate_kernel"}, "fused_kernel": WIDE}
 MATVEC, GROUPED_MATVEC, EDGECONV = "splitting_matvec", "splitting_matvec_grouped", "edgeconv_matvec"
 
 # Small shapes, which `make test` runs. Aligned ones are multiples of 16; general ones are not, and have a bias.
@@ -240,7 +241,7 @@ def simulate(target: str, name: str, dtype_name: str) -> Outcome:
     from s3d_fast.kernels.ptx.launch import simulated
 
     call, dtype = CALLS[name], DTYPES[dtype_name]
-    arguments = call.arguments(dtype)
+    arguments = _as_a_solver_has_them(call, call.arguments(dtype))
     _forget()
     by_address = _by_address(call, arguments)
     with simulated(target, processors=call.processors, reachable=by_address) as report, triton_options(**call.options):
@@ -260,6 +261,13 @@ def _forget() -> None:
     krylov._PRESENT.clear()
 
 
+def _as_a_solver_has_them(call: Call, arguments: Arguments) -> Arguments:
+    """Return arguments whose rows need not be copied: kernels that find them by address would find the copies."""
+    if call.operation != GROUPED_MATVEC or arguments["X"][0].dtype == torch.float64:
+        return arguments
+    return {**arguments, **{name: [with_padding(rows) for rows in arguments[name]] for name in ("X", "C")}}
+
+
 def _by_address(call: Call, arguments: Arguments) -> list[Tensor]:
     """Return the arguments that kernels find by addresses in a table."""
     return _tensors(arguments) if call.operation.startswith("krylov") or "grouped" in call.operation else []
@@ -277,7 +285,7 @@ def mutate(target: str, name: str, dtype_name: str) -> list[Any]:
 
     call = CALLS[name]
     _forget()
-    given = call.arguments(DTYPES[dtype_name])
+    given = _as_a_solver_has_them(call, call.arguments(DTYPES[dtype_name]))
     before = tree_map_only(Tensor, Tensor.clone, given)
     by_address = _by_address(call, given)
 

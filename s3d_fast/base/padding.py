@@ -1,0 +1,36 @@
+"""Rows that zeros follow in memory, up to a multiple of 16 entries: kernels for GPUs then load whole vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MULTIPLE = 16
+# Attributes of tensors: a padded copy has its width before the zeros, and a view of it has the copy.
+_WIDTH, _WHOLE = "_s3d_fast_width", "_s3d_fast_whole"
+
+
+def padded_size(size: int) -> int:
+    """Return the least multiple of 16 that is not smaller."""
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+def with_padding(X: Tensor) -> Tensor:
+    """Return a copy of X with its shape; behind every row, its last axis, memory holds zeros up to a multiple of 16."""
+    width = X.shape[-1]
+    # Not new_zeros and a copy: the memory is written once.
+    whole = torch.nn.functional.pad(X, (0, padded_size(width) - width)).contiguous()
+    setattr(whole, _WIDTH, width)
+    view = whole[..., :width]
+    setattr(view, _WHOLE, whole)
+    return view
+
+
+def is_padded(X: Tensor) -> bool:
+    """Return whether X is what `with_padding` returned, or some of its rows."""
+    whole = getattr(X, _WHOLE, X._base)
+    width = getattr(whole, _WIDTH, None)
+    if whole is None or width is None or X.stride(-1) != 1:
+        return False
+    # A view of other columns, or of a smaller number of them, is not followed by zeros.
+    return X.storage_offset() % whole.shape[-1] + X.shape[-1] == width
