@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -75,6 +75,7 @@ class Recorded:
     arguments: dict[str, Any]
     warps: int
     stages: int
+    options: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -143,9 +144,11 @@ def recording(target: str, processors: int | None = None) -> Iterator[list[Recor
 
     def run(function: JITFunction, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         warps, stages = options.pop("num_warps", 4), options.pop("num_stages", 2)
-        bound = inspect.signature(function.fn).bind(*arguments, **options)
+        signature = inspect.signature(function.fn)
+        further = {name: options.pop(name) for name in [*options] if name not in signature.parameters}
+        bound = signature.bind(*arguments, **options)
         bound.apply_defaults()
-        found.append(Recorded(function, tuple(grid), dict(bound.arguments), warps, stages))
+        found.append(Recorded(function, tuple(grid), dict(bound.arguments), warps, stages, further))
 
     gpu = GPUS[target].device
     before = JITFunction.run, device.INTERPRETER
@@ -169,7 +172,10 @@ class Call:
         self.of_rows = {X.data_ptr(): own for X, own in zip(self.X, shapes, strict=True)}
 
     def rows(self, *sizes: int) -> Tensor:
-        return torch.empty(sizes, dtype=self.stored)
+        """Return rows as a solver has them: older kernels take them as they are, later ones with zeros behind."""
+        X = torch.empty(sizes, dtype=self.stored)
+        has_padding = importlib.util.find_spec("s3d_fast.base.padding") is not None
+        return importlib.import_module("s3d_fast.base.padding").with_padding(X) if has_padding else X
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -249,8 +255,9 @@ def touched(launch: Recorded, stored: torch.dtype) -> list[tuple[int, int, bool]
         vectors = _vectors(a) if name == "grouped_kernel" else "V"
         for row in launch.tables():
             if name == "grouped_kernel":
-                sizes = (("X", row["D"]), ("C", row["M"]))
-                found += [(row[own], row["N"] * width * stored.itemsize, False) for own, width in sizes]
+                # Zeros behind rows are read as well.
+                rows = (("X", row["x_row"]), ("C", row["c_row"]))
+                found += [(row[own], row["N"] * pitch * stored.itemsize, False) for own, pitch in rows]
             if vectors == "V":
                 found.append((row["V"], 4 * row["F"] * (row["D"] + a["BIAS"]), False))
         if vectors == "planes":
@@ -259,7 +266,9 @@ def touched(launch: Recorded, stored: torch.dtype) -> list[tuple[int, int, bool]
 
 
 def _whole(tensor: Tensor, writes: bool) -> tuple[int, int, bool]:
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes
+    rows = math.prod(tensor.shape[:-1])
+    pitch = tensor.stride(-2) if tensor.dim() > 1 else tensor.numel()
+    return tensor.data_ptr(), rows * pitch * tensor.element_size() if rows > 1 else tensor.nbytes, writes
 
 
 @dataclass(frozen=True)
@@ -307,7 +316,8 @@ _ASSEMBLED: dict[str, Any] = {}
 def assembled(launch: Recorded, target: str) -> Any:
     """Return the compiled code of a launch; equal code is compiled once."""
     own = compiler()
-    key = repr((launch.name, target, launch.warps, launch.stages, own.specialize(launch, own.TARGETS[target])))
+    how = (launch.warps, launch.stages, launch.options)
+    key = repr((launch.name, target, how, own.specialize(launch, own.TARGETS[target])))
     if key not in _ASSEMBLED:
         _ASSEMBLED[key] = own.assemble(launch, own.TARGETS[target])
     return _ASSEMBLED[key]

@@ -259,7 +259,7 @@ def plan(
     across = is_by_single_multiplications(form, device)
     splits, common = _common(X, c, V, form, across, bias)
     blocks = triton.cdiv(F, config.filters)
-    per_slice, slices = launch.share_rows(N, blocks, config.rows, device)
+    per_slice, slices = launch.share_rows(N, blocks, config.rows, device, config.warps)
     out = V.new_empty(slices, *V.shape)
     arguments = dict(
         common, out=out, N=N, rows_per_slice=per_slice, one=launch.hidden_one(device), BN=config.rows,

@@ -221,7 +221,7 @@ def _aligned(layer: Member) -> Member | None:
     if form == "ieee" or _is_whole(layer):
         is_far = max(X.stride(0), C.stride(0)) >= FARTHEST
         return None if X.stride(1) != 1 or C.stride(1) != 1 or is_far else layer
-    if (X.shape[1] + C.shape[1]) * len(X) * X.itemsize > options.scratch_bytes:
+    if X.shape[1] > WIDTHS[-1] or (X.shape[1] + C.shape[1]) * len(X) * X.itemsize > options.scratch_bytes:
         return None
     copy = Member(aligned(form, X), aligned(form, C), V, bias)
     return copy if _is_whole(copy) else None

@@ -108,14 +108,14 @@ def fullness(programs: int, processors: int) -> float:
 FULL_ENOUGH, AT_ONCE = 0.95, 2
 
 
-def share_rows(rows: int, tiles: int, block: int, device: Device) -> tuple[int, int]:
+def share_rows(rows: int, tiles: int, block: int, device: Device, warps: int) -> tuple[int, int]:
     """Return the number of rows per program, a multiple of `block`, and the number of programs per tile.
 
-    A program gets at least four blocks, except perhaps the last one. There are at most four programs per processor; if
-    there are more tiles than that, each tile has one program.
+    A program gets at least four blocks, except perhaps the last one. There are at most twice as many programs as run at
+    once; if there are more tiles than that, each tile has one program.
     """
-    most = max(1, min(4 * device.processors // tiles, rows // (4 * block)))
-    full = {slices: fullness(tiles * slices, AT_ONCE * device.processors) for slices in range(1, most + 1)}
+    most = max(1, min(2 * programs_at_once(device, warps) // tiles, rows // (4 * block)))
+    full = {slices: fullness(tiles * slices, programs_at_once(device, warps)) for slices in range(1, most + 1)}
     slices = next((slices for slices in full if full[slices] >= FULL_ENOUGH), max(full, key=full.__getitem__))
     per_slice = math.ceil(rows / slices / block) * block
     return per_slice, math.ceil(rows / per_slice)
@@ -189,3 +189,12 @@ def summed(launches: list[Launch], partial: Tensor) -> Plan:  # partial: (slices
     arguments = dict(partial=partial, out=out, size=out.numel(), slices=len(partial), BLOCK=SUM_BLOCK)
     grid = (triton.cdiv(out.numel(), SUM_BLOCK),)
     return Plan([*launches, Launch("sum of slices", sum_slices_kernel, grid, arguments, SUM_WARPS)], out)
+
+
+# A processor of AMD has four units with warps of their own, two at a time.
+AMD_WARPS = 8
+
+
+def programs_at_once(device: Device, warps: int) -> int:
+    """Return how many programs of so many warps run at once."""
+    return device.processors * (max(AT_ONCE, AMD_WARPS // warps) if device.vendor == "amd" else AT_ONCE)

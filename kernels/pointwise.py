@@ -198,7 +198,7 @@ def plan(X: Tensor, C: Tensor, V: Tensor, bias: bool, device: Device, options: T
     across = is_by_single_multiplications(form, device)
     split, planes = split_launch(V, form, X.dtype, across, range(D))
     blocks = triton.cdiv(F, config.filters)
-    per_slice, slices = launch.share_rows(N, blocks, config.rows, device)
+    per_slice, slices = launch.share_rows(N, blocks, config.rows, device, config.warps)
     atomic = options.atomic and slices > 1
     out = torch.zeros_like(V) if atomic else V.new_empty(slices, *V.shape)
     M = C.shape[1]

@@ -358,7 +358,7 @@ def project_launch(
 def slices_of(X: Tensor, rows: int, columns: int, config: Config, device: Device) -> tuple[int, int]:
     """Return the rows per slice and the number of slices of `accumulate_launches`."""
     tiles = max(1, triton.cdiv(X.shape[1], config.rows)) * triton.cdiv(columns, config.filters)
-    return launch.share_rows(rows, tiles, config.depth, device)
+    return launch.share_rows(rows, tiles, config.depth, device, config.warps)
 
 
 def plan(

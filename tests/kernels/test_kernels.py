@@ -342,19 +342,17 @@ def share_cases() -> list[tuple[int, int, int, int]]:
     return list(product(rows, (1, 2, 7, 64, 10**4), (16, 128), (1, 3, 132)))
 
 
-def test_rows_are_shared_out_in_whole_blocks_and_no_program_has_none() -> None:
+@pytest.mark.parametrize(("vendor", "warps", "at_once"), [("nvidia", 4, 2), ("amd", 4, 2), ("amd", 1, 8)])
+def test_rows_are_shared_out_in_whole_blocks_and_no_program_has_none(vendor: str, warps: int, at_once: int) -> None:
     for rows, count, block, processors in share_cases():
-        per_slice, slices = launch.share_rows(rows, count, block, replace(GPUS["nvidia"], processors=processors))
+        gpu = replace(GPUS[vendor], processors=processors)
+        per_slice, slices = launch.share_rows(rows, count, block, gpu, warps)
         label = (rows, count, block, processors)
         assert per_slice % block == 0, label
         assert (slices - 1) * per_slice < rows <= slices * per_slice, label
-        assert count * slices <= max(4 * processors, count), label
-
-
-def test_no_program_but_the_last_has_fewer_than_four_blocks_of_rows() -> None:
-    for rows, count, block, processors in share_cases():
-        per_slice, slices = launch.share_rows(rows, count, block, replace(GPUS["nvidia"], processors=processors))
-        assert slices == 1 or per_slice >= 4 * block, (rows, count, block, processors)
+        assert count * slices <= max(2 * at_once * processors, count), label
+        # No program but the last has fewer than four blocks.
+        assert slices == 1 or per_slice >= 4 * block, label
 
 
 def test_sizes_of_tiles_are_powers_of_two_within_bounds() -> None:

@@ -195,7 +195,7 @@ LARGE = {
         GROUPED_MATVEC, layers((600, 256, 96), (600, 128, 96), (600, 64, 96), (600, 32, 96), (600, 16, 96)), GROUPED
     ),
     "grouped general long": Call(
-        GROUPED_MATVEC, layers((501, 250, 97), (501, 99, 97), (501, 33, 97), (201, 5, 97), bias=True, K=2), GROUPED
+        GROUPED_MATVEC, layers((501, 250, 97), (501, 99, 97), (501, 33, 97), (201, 5, 97), bias=True), GROUPED
     ),
     **{f"gated {D} long": Call("gated_matvec", gated(700, D, 96, full=True), {"gated_kernel"}) for D in (16, 32, 64)},
     "gated general long": Call("gated_matvec", gated(701, 61, 35, full=True, bias=True, K=2), {"gated_kernel"}),
