@@ -191,8 +191,8 @@ def summed(launches: list[Launch], partial: Tensor) -> Plan:  # partial: (slices
     return Plan([*launches, Launch("sum of slices", sum_slices_kernel, grid, arguments, SUM_WARPS)], out)
 
 
-# A processor of AMD has four units with warps of their own, two at a time.
-AMD_WARPS = 8
+# A processor of AMD has four units with warps of their own.
+AMD_WARPS = 4
 
 
 def programs_at_once(device: Device, warps: int) -> int:

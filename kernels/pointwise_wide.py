@@ -134,15 +134,15 @@ def project_kernel(
     inside_n, inside_f = r < end - begin - row, f < F
     if BIAS:
         u += tl.load(V + f.to(tl.int64) * v_row + D, mask=inside_f, other=0.0)[None, :]
-    inside = inside_n[:, None] & inside_f[None, :]
-    places = r[:, None] * u_row + f[None, :]
-    if C is None:
-        tl.store(U + row * u_row + places, u, mask=inside)
-    else:
+    if C is not None:
         column = f if K == 1 else f % M
         c_tile = tile_offsets(r, c_row, column, c_column, FAR)
+        inside = inside_n[:, None] & inside_f[None, :]
         u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(u.dtype)
-        store_product(U + row * u_row, u_plane, places, u, inside, FORM)
+        store_product(U + row * u_row, u_plane, r[:, None] * u_row + f[None, :], u, inside, FORM)
+    else:
+        inside = inside_n[:, None] & inside_f[None, :]
+        tl.store(U + row * u_row + (r[:, None] * u_row + f[None, :]), u, mask=inside)
 
 
 @triton.jit(do_not_specialize=["begin", "end", "fresh"])

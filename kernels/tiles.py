@@ -211,9 +211,12 @@ POINTWISE["blackwell", "fp32"] = {**POINTWISE["nvidia", "fp32"], 256: ((16, 32, 
 POINTWISE["blackwell", "tf32x3"] = {
     **POINTWISE["nvidia", "tf32x3"],
     16: ((32, 32, 2, 2, FLAT),),
-    32: ((32, 32, 2, 2, FLAT),),
+    32: ((16, 32, 2, 2, FLAT),),
 }
-POINTWISE["blackwell", "bf16"] = {**POINTWISE["nvidia", "bf16"], 32: ((64, 64, 4, 2),)}
+POINTWISE["blackwell", "bf16"] = {
+    **{width: POINTWISE["nvidia", "bf16"][width] for width in (16, 64, 128)},
+    32: ((64, 64, 4, 2),),
+}
 # A program of the gated kernel has the vectors and sums of two halves.
 GATED: dict[tuple[str, str], Tiles] = {
     ("nvidia", "fp32"): {
@@ -260,6 +263,7 @@ GATED: dict[tuple[str, str], Tiles] = {
     ("amd", "fp64"): {width: ((16, 16, 1, 2),) for width in WIDTHS[:3]},
     ("interpreter", "fp64"): {width: ((128, 64, 1, 1), (64, 32, 1, 1)) for width in WIDTHS},
 }
+GATED["blackwell", "bf16"] = {width: GATED["nvidia", "bf16"][width] for width in (16, 32)}
 GATED["blackwell", "fp32"] = {**GATED["nvidia", "fp32"], 32: ((32, 32, 4, 3, FLAT),)}
 # One grouped kernel contains the code for every width that occurs and needs as many registers as the widest.
 GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
@@ -267,7 +271,8 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
     ("hopper", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 8, 3, 1, FLAT),),
     ("hopper", "bf16"): (GroupedConfig(((64, 128), (64, 128), (64, 128), (64, 128), (32, 128)), 8, 3, 1),),
-    ("blackwell", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
+    ("blackwell", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 3, 2),),
+    ("blackwell", "tf32x3"): (GroupedConfig(((32, 64), (32, 64), (32, 32, FLAT)), 4, 2, 2),),
     ("nvidia", "tf32"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
     ("hopper", "tf32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
     ("nvidia", "tf32x3"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
@@ -276,7 +281,7 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("hopper", "widened"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
     ("nvidia", "fp64"): (GroupedConfig(((16, 16),) * 5, 8, 2, 1, FLAT),),
     ("amd", "fp32"): (GroupedConfig(((16, 64), (16, 64), (16, 64)), 1, 2, 4),),
-    ("amd", "bf16"): (GroupedConfig(((16, 64), (16, 64), (16, 64), (16, 32)), 1, 2, 8),),
+    ("amd", "bf16"): (GroupedConfig(((16, 64), (16, 64), (16, 64), (16, 32)), 1, 2, 4),),
     ("amd", "fp64"): (GroupedConfig(((16, 16),) * 4, 1, 2, 4),),
     ("interpreter", "fp64"): (
         GroupedConfig(((128, 64),) * 5, 1, 1, 1),
@@ -303,6 +308,7 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
         (Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),
         (Config(128, 64, 32, 8, 3), Config(128, 64, 32, 8, 3)),
     ),
+    ("blackwell", "bf16"): ((Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
     ("hopper", "bf16"): (
         (Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 3)),
         (Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),
