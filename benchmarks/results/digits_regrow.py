@@ -20,7 +20,7 @@ from benchmarks.results.small_images import Images
 from benchmarks.results.tables import table
 from s3d_fast import data
 
-SEEDS = 8
+SEEDS = 5
 COMPUTE = 1e9
 # Rows of experiment D.
 ROWS = ("regrow", "new", "s3d", "l1", "bn", "uniform")

@@ -32,7 +32,7 @@ from benchmarks.results.rows import (
 from benchmarks.results.small_images import Images, Trainer, evaluate
 
 RATES = (0.005, 0.01, 0.02)
-SEEDS = 3
+SEEDS = 5
 # Points of a cloud, clouds of a batch, and training clouds of the ten classes.
 POINTS, BATCH, TRAINING_CLOUDS = 64, 32, 3991
 # Multiply-accumulates x samples of every run; the clouds that growth looks at.
@@ -228,11 +228,16 @@ def values(records: Records) -> Mapping[str, str]:
     texts = {f"F: {row.key}": str(found.mean(row.key)) for row in ROWS}
     pairs = (
         *(("s2d", "s2d scratch"), ("new", "new scratch"), ("new", "s2d"), ("s3d", "s2d")),
-        *(("s2d", "0.5"), ("s2d", "1.0"), ("0.5", "1.0"), ("s2d", "pointnet"), ("s2d", "pointnet2")),
+        *(("s2d", "0.5"), ("new", "0.5"), ("s2d", "1.0"), ("0.5", "1.0"), ("s2d", "pointnet"), ("s2d", "pointnet2")),
     )
     texts |= {f"F: {first} - {second}": found.minus(first, second).signed for first, second in pairs}
     signed, splits = signed_splits(found.of_row("s3d"))
     texts["F: signed"] = f"{signed} of {splits}"
+    taken = {
+        key: statistics.fmean(one["train_seconds"] + one["growth_seconds"] for one in found.of_row(key))
+        for key in ("s2d", "0.5")
+    }
+    texts["F: CPU of s2d / 0.5"] = f"{taken['s2d'] / taken['0.5']:.1f}"
     return texts | {"F: seeds": str(len(found.seeds("s2d")))}
 
 
