@@ -27,8 +27,9 @@ SHOWN = {
     NEW: Style("pink", marker="diamond"),
 }
 CELL = ("photograph", "softplus", "fixed")
-# In that cell, every rule ran with these learning rates as well.
-OTHER_RATES = (0.02, 0.1)
+# In that cell, every rule ran with these learning rates as well; and the rules of the table wherever S2D may be stuck:
+# with such outputs, from so many neurons.
+OTHER_RATES, MAY_BE_STUCK = (0.02, 0.1), ("fixed", 1)
 RATES = (BASE.learning_rate, *OTHER_RATES)
 COLUMNS = ("S2D", "S3D m=2 c=1.3", "S3D m=2 c=3", "S3D m=3 c=1.3", "S3D m=3 c=3", "net2net", NEW, SCRATCH)
 
@@ -49,9 +50,14 @@ def runs() -> list[Run]:
             found += [
                 Run(name(data, activation, start, outputs, rule.name, rate), {**own, "lr": rate})
                 for rate in OTHER_RATES
-                if (data, activation, outputs) == CELL
+                if is_tuned(data, activation, outputs, start, rule.name)
             ]
     return found
+
+
+def is_tuned(data: str, activation: str, outputs: str, start: int, rule: str) -> bool:
+    """Return whether a rule has three learning rates in a cell."""
+    return (data, activation, outputs) == CELL or ((outputs, start) == MAY_BE_STUCK and rule in COLUMNS)
 
 
 def cells() -> list[tuple[str, str, str, int]]:
@@ -138,7 +144,7 @@ def lower(first: Record, second: Record) -> str:
 
 def best(records: Records, data: str, activation: str, outputs: str, start: int, rule: str) -> tuple[float, Record]:
     """Return the learning rate with the lowest median of the training loss, of those of the cell, and its record."""
-    rates = RATES if (data, activation, outputs) == CELL else (BASE.learning_rate,)
+    rates = RATES if is_tuned(data, activation, outputs, start, rule) else (BASE.learning_rate,)
     own = {rate: records[name(data, activation, start, outputs, rule, rate)] for rate in rates}
     rate = min(rates, key=lambda rate: quartiles(own[rate])[1])
     return rate, own[rate]
