@@ -17,6 +17,7 @@ from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.experiments import EXPERIMENTS
 from benchmarks.results.methods import selected
 from benchmarks.results.queue import perform_all, waiting
+from benchmarks.results.rows import Row, mean_of, minus, minus_scratch, ranked, rate_of, rows_table
 from benchmarks.results.statistics import best_rate, difference, interval
 from benchmarks.results.store import Store
 from benchmarks.results.tables import by_rate_and_seed, table
@@ -90,6 +91,22 @@ def test_rows_compare_at_their_best_rates_on_complete_seeds() -> None:
     assert (lower.rate("a"), lower.rate("b")) == (0.1, 0.2)
     with pytest.raises(ValueError, match="no seed"):
         Comparison.of(records, ["a", "c"], [0.1], lambda one: one["value"])
+
+
+def test_rows_are_ranked_and_beside_scratch_of_their_widths() -> None:
+    rows = (Row("a", "grown", {"m": 2}), Row("b", "scratch", like="a"), Row("c", "other"))
+    values = {"a": (3.0, 4.0), "b": (1.0, 2.5), "c": (9.0, 9.5)}
+    records = dict(record(key, 0.1, seed, own[seed]) for key, own in values.items() for seed in (0, 1))
+    found = Comparison.of(records, list(values), [0.1], lambda one: one["value"])
+    columns = {"own": minus_scratch(rows), "from c": minus("c"), "lr": rate_of, "mean": mean_of("value", 1, grown=True)}
+    lines = [line.strip("| ").split(" | ") for line in rows_table(found, rows, "value", columns).splitlines()]
+    assert lines[0] == ["method", "value", "own", "from c", "lr", "mean"]
+    assert [line[0] for line in lines[2:]] == ["other", "grown", "scratch"]
+    # 3 - 1 and 4 - 2.5: a mean of 1.75 and t(0.975, 1) 0.354 / sqrt(2). Bold differences exclude zero.
+    assert lines[3] == ["grown", "3.50 ± 6.35", "+1.75 ± 3.18", "**-5.75 ± 3.18**", "0.1", "3.5"]
+    # The lower, the better.
+    lower = Comparison.of(records, list(values), [0.1], lambda one: one["value"], lower=True)
+    assert [row.key for row in ranked(lower, rows)] == ["b", "a", "c"]
 
 
 def test_a_page_is_filled_by_parts_and_values(tmp_path: Path) -> None:

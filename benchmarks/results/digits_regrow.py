@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +14,19 @@ from benchmarks.results.equal_compute_page import BY_KEY, COLOURS, FAMILIES, fam
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.figures import Bar, intervals
 from benchmarks.results.growing import Growing, scratch, uniform
-from benchmarks.results.methods import RATES, name
+from benchmarks.results.methods import RATES
+from benchmarks.results.rows import name
 from benchmarks.results.small_images import Images
 from benchmarks.results.tables import table
 from s3d_fast import data
 
-SEEDS = 3
+SEEDS = 5
 COMPUTE = 1e9
 # Rows of experiment D.
 ROWS = ("regrow", "new", "s3d", "l1", "bn", "uniform")
 
 
+@lru_cache
 def load(path: str) -> Images:
     """Return scikit-learn's digits, enlarged to 16 x 16 with three equal channels; there is no file to name."""
     dataset = data.digits()
@@ -64,6 +67,7 @@ def compared(records: Records) -> Comparison:
 def parts(records: Records) -> dict[str, str]:
     """Return the table of docs/results.md."""
     found = compared(records)
+    images = len(load("").x)
     rows = [["method", "accuracy (%)", "minus uniform", "learning rate", "MACs", "parameters", "epochs"]]
     for key in sorted(ROWS, key=lambda key: -found.mean(key).mean):
         own = found.of_row(key)
@@ -75,7 +79,7 @@ def parts(records: Records) -> dict[str, str]:
                 f"{found.rate(key):g}",
                 f"{statistics.fmean(one['macs'] for one in own) / 1000:.1f}k",
                 f"{statistics.fmean(one['params'] for one in own):.0f}",
-                f"{statistics.fmean(one['samples'] for one in own) / 1437:.1f}",
+                f"{statistics.fmean(one['samples'] for one in own) / images:.1f}",
             ]
         )
     return {"D3: regrow": table(rows)}
@@ -84,7 +88,9 @@ def parts(records: Records) -> dict[str, str]:
 def values(records: Records) -> dict[str, str]:
     """Return differences for sentences: "D3: regrow - new"."""
     found = compared(records)
-    return {f"D3: regrow - {key}": found.minus("regrow", key).signed for key in ROWS if key != "regrow"}
+    texts = {f"D3: regrow - {key}": found.minus("regrow", key).signed for key in ROWS if key != "regrow"}
+    texts |= {f"D3: {key} - uniform": found.minus(key, "uniform").signed for key in ROWS if key != "uniform"}
+    return texts | {"D3: seeds": str(len(found.seeds("uniform")))}
 
 
 def figures(records: Records) -> dict[str, str]:
@@ -97,7 +103,7 @@ def figures(records: Records) -> dict[str, str]:
         "digits-regrow",
         bars,
         title="Digits: test accuracy at equal compute, minus that of uniform blocks trained from scratch",
-        x_label=f"percentage points, mean and 95% interval of {SEEDS} seeds, paired",
+        x_label=f"percentage points, mean and 95% interval of {len(found.seeds('uniform'))} seeds, paired",
         signed=True,
         legend={COLOURS[kind]: FAMILIES[kind] for kind in COLOURS if kind in used},
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from benchmarks.results import equal_compute_page, growing, small_images
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.growing import Growing, scratch, uniform
-from benchmarks.results.methods import OUTER_RATES, OUTER_ROWS, OUTER_SEEDS, RATES, ROWS, SEEDS, Row, name
+from benchmarks.results.methods import OUTER_RATES, OUTER_ROWS, OUTER_SEEDS, RATES, ROWS, SEEDS
+from benchmarks.results.rows import Row, name
 
 
 def runs() -> list[Run]:

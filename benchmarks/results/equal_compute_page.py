@@ -9,7 +9,8 @@ from functools import partial
 from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Record, Records
 from benchmarks.results.figures import Bar, intervals
-from benchmarks.results.methods import OUTER_RATES, OUTER_ROWS, OUTER_SEEDS, RATES, ROWS, Row
+from benchmarks.results.methods import OUTER_RATES, OUTER_ROWS, OUTER_SEEDS, RATES, ROWS
+from benchmarks.results.rows import Row
 from benchmarks.results.tables import by_rate_and_seed, table
 
 BY_KEY = {row.key: row for row in ROWS}
@@ -79,7 +80,6 @@ def parts(records: Records) -> dict[str, str]:
         "D: ranking": ranking(found),
         "D: questions": questions(found),
         "D: promises": promises(found),
-        "D: rates": rates(records),
     }
 
 
@@ -97,6 +97,7 @@ def values(records: Records) -> dict[str, str]:
         for first, second, _ in QUESTIONS
         for rate in RATES
     }
+    texts["D: outer rates"] = outer_rates(records)
     counts = [len(found.seeds(row.key)) for row in ROWS]
     return texts | {"D: most seeds": str(max(counts)), "D: fewest seeds": str(min(counts))}
 
@@ -168,7 +169,7 @@ def questions(found: Comparison) -> str:
     for first, second, question in QUESTIONS:
         cells = []
         for one in (found.minus(first, second), found.minus_over_rates(first, second)):
-            cells += [f"**{one.signed}**" if one.excludes_zero else one.signed, f"{one.above} of {one.count}"]
+            cells += [one.marked(), f"{one.above} of {one.count}"]
         rows.append([question, *cells])
     return table(rows)
 
@@ -193,18 +194,17 @@ def promises(found: Comparison) -> str:
     return table(rows)
 
 
-def rates(records: Records) -> str:
-    """Return some rows at all learning rates, on the seeds that have them all."""
-    every = sorted((*RATES, *OUTER_RATES))
+def outer_rates(records: Records) -> str:
+    """Return how much lower the best of the outer learning rates is than that of the three, in the closest row."""
     found = by_rate_and_seed(records, lambda record: record["accuracy"])
-    rows = [["method", *(f"{rate:g}" for rate in every)]]
+    gaps = []
     for key in OUTER_ROWS:
-        cells = []
-        for rate in every:
-            own = [value for seed, value in found[key].get(rate, {}).items() if seed < OUTER_SEEDS]
-            cells.append(f"{statistics.fmean(own):.2f}" if len(own) == OUTER_SEEDS else "")
-        rows.append([BY_KEY[key].title, *cells])
-    return table(rows)
+        inner, outer = (
+            max(statistics.fmean(found[key][rate][seed] for seed in range(OUTER_SEEDS)) for rate in rates)
+            for rates in (RATES, OUTER_RATES)
+        )
+        gaps.append(inner - outer)
+    return f"{min(gaps):.2f}"
 
 
 def _ranked(found: Comparison) -> list[Row]:

@@ -13,11 +13,12 @@ from s3d_fast.report.plot import Box, Guide, Line, Mark, Note, Plot, Point, Styl
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a figure: its name, an interval, and a colour of `report.svg.COLOURS`."""
+    """A row of a figure: its name, an interval, a colour of `report.svg.COLOURS`, and the digits that are shown."""
 
     name: str
     interval: Interval
     colour: str = "blue"
+    digits: int = 2
 
 
 def intervals(
@@ -50,14 +51,14 @@ def intervals(
     marks: list[Mark] = [Guide(x=0.0)] if signed else []
     for row, (bar, half) in enumerate(zip(bars, halves, strict=True)):
         found, look = bar.interval, Style(bar.colour, marker="", line=False)
-        words = (bar.name, found.signed if signed else str(found), f"{found.count} seeds")
+        words = (bar.name, found.shown(bar.digits, "+" if signed else ""), f"{found.count} seeds")
         marks.append(Box(found.mean - half, found.mean + half, row - 0.07, row + 0.07, look))
         marks.append(Line([Point(found.mean, row, words)], Style(bar.colour)))
-        marks.append(Note(found.mean + half + pad / 4, row + 0.17, f"{found.mean:{'+' if signed else ''}.2f}"))
+        marks.append(Note(high + pad, row + 0.17, f"{found.mean:{'+' if signed else ''}.{bar.digits}f}"))
     return Plot(
         name,
-        # Room for the note of the longest bar.
-        scales.Scale(low - pad, high + 3 * pad),
+        # Room for the notes, which stand in a column where no bar or line crosses them.
+        scales.Scale(low - pad, high + 3.5 * pad),
         scales.names([bar.name for bar in bars]),
         marks,
         title=title,

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from benchmarks.results.rows import Row
 
 RATES = (0.1, 0.2, 0.4)
 # Some rows of one seed show that the best rate lies between these.
 OUTER_RATES, OUTER_ROWS, OUTER_SEEDS = (0.05, 0.8), ("s2d", "net2net", "new", "uniform"), 1
 SEEDS = 8
-
-
-@dataclass(frozen=True)
-class Row:
-    """A way to come to a network.
-
-    Attributes:
-        key: its name in records.
-        title: its name on the page.
-        options: settings of `Growing`; empty for networks that are trained from scratch.
-        like: the row whose grown network, of the same seed and learning rate, gives the widths.
-    """
-
-    key: str
-    title: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    like: str | None = None
 
 
 def selected(m: int | str = 2, c: float = 1.0, by: str = "fraction") -> dict[str, Any]:
@@ -76,8 +59,3 @@ ROWS = (
     Row("new recalibrated", "new filters, BatchNorm recalibrated", {**NEW, "batchnorm": "recalibrated"}),
     Row("s2d scratch epochs", "scratch, widths of S2D, as many epochs", {"equal": "epochs"}, like="s2d"),
 )
-
-
-def name(row: str, rate: float, seed: int) -> str:
-    """Return the name of a run."""
-    return f"{row}, lr {rate:g}, seed {seed}"

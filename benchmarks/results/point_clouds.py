@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +15,26 @@ import s3d_fast as s3d
 from benchmarks.results import clouds
 from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
-from benchmarks.results.figures import Bar, intervals
+from benchmarks.results.rows import (
+    Cell,
+    Row,
+    counted,
+    mean_of,
+    means_figure,
+    minus,
+    minus_scratch,
+    name,
+    rate_of,
+    rows_table,
+    runs_of,
+    signed_splits,
+)
 from benchmarks.results.small_images import Images, Trainer, evaluate
-from benchmarks.results.tables import table
 
 RATES = (0.005, 0.01, 0.02)
-SEEDS = 3
-POINTS, BATCH = 64, 32
+SEEDS = 5
+# Points of a cloud, clouds of a batch, and training clouds of the ten classes.
+POINTS, BATCH, TRAINING_CLOUDS = 64, 32, 3991
 # Multiply-accumulates x samples of every run; the clouds that growth looks at.
 COMPUTE, SAMPLES = 6e9, 1024
 # As in the paper, with a quarter of its filters: four in every EdgeConv layer, and 40% more at each of four steps.
@@ -32,62 +44,39 @@ UNITS = tuple(f"edgeconvs.{place}" for place in range(len(FIRST)))
 
 
 @dataclass(frozen=True)
-class Row:
+class Network(Row):
     """A way to come to a network.
 
     Attributes:
-        key: its name in records.
-        title: its name on the page.
-        options: of `grow_step`; empty for networks that are trained from scratch.
-        like: the row whose grown widths are trained from scratch.
         share: the share of the full DGCNN's filters that is trained from scratch.
         other: another network, "pointnet" or "pointnet2".
     """
 
-    key: str
-    title: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    like: str | None = None
     share: float | None = None
     other: str | None = None
 
 
 ROWS = (
-    Row("s2d", "DGCNN, S2D", {"m": 2, "c": 1.0}),
-    Row("s3d", "DGCNN, S3D, m = 2, c = 1.3", {"m": 2, "c": 1.3}),
-    Row("new", "DGCNN, new filters, random", {"splits": False, "new_filters": {"kind": "random"}}),
-    Row("s2d scratch", "DGCNN, scratch, widths of S2D", like="s2d"),
-    Row("new scratch", "DGCNN, scratch, widths of new filters", like="new"),
-    Row("0.5", "DGCNN, scratch, 0.5x", share=0.5),
-    Row("0.75", "DGCNN, scratch, 0.75x", share=0.75),
-    Row("1.0", "DGCNN, scratch, 1.0x", share=1.0),
-    Row("pointnet", "PointNet, scratch", other="pointnet"),
-    Row("pointnet2", "PointNet++, scratch", other="pointnet2"),
+    Network("s2d", "DGCNN, S2D", {"m": 2, "c": 1.0}),
+    Network("s3d", "DGCNN, S3D, m = 2, c = 1.3", {"m": 2, "c": 1.3}),
+    Network("new", "DGCNN, new filters, random", {"splits": False, "new_filters": {"kind": "random"}}),
+    Network("s2d scratch", "DGCNN, scratch, widths of S2D", like="s2d"),
+    Network("new scratch", "DGCNN, scratch, widths of new filters", like="new"),
+    Network("0.5", "DGCNN, scratch, 0.5x", share=0.5),
+    Network("0.75", "DGCNN, scratch, 0.75x", share=0.75),
+    Network("1.0", "DGCNN, scratch, 1.0x", share=1.0),
+    Network("pointnet", "PointNet, scratch", other="pointnet"),
+    Network("pointnet2", "PointNet++, scratch", other="pointnet2"),
 )
 BY_KEY = {row.key: row for row in ROWS}
 TIMES, TIMED_RATE = "forward times", RATES[1]
 
 
-def name(row: str, rate: float, seed: int) -> str:
-    """Return the name of a run."""
-    return f"{row}, lr {rate:g}, seed {seed}"
-
-
 def runs() -> list[Run]:
     """Return all runs, seed by seed, and the one that times forward passes."""
-    found = [
-        Run(
-            name(row.key, rate, seed),
-            {"row": row.key, "lr": rate, "seed": seed},
-            rank=seed,
-            needs=() if row.like is None else (name(row.like, rate, seed),),
-        )
-        for seed in range(SEEDS)
-        for row in ROWS
-        for rate in RATES
-    ]
     needs = tuple(name(row.key, TIMED_RATE, seed) for seed in range(SEEDS) for row in ROWS if row.options)
-    return [*found, Run(TIMES, {"row": TIMES, "lr": 0.0, "seed": -1}, SEEDS, needs)]
+    times = Run(TIMES, {"row": TIMES, "lr": 0.0, "seed": -1, "seeds": SEEDS}, SEEDS, needs)
+    return [*runs_of(ROWS, RATES, SEEDS), times]
 
 
 def perform(run: Run, records: Records, data: Images) -> Record:
@@ -101,7 +90,7 @@ def perform(run: Run, records: Records, data: Images) -> Record:
     return _Training(row, model, settings["lr"], seed, data).perform()
 
 
-def network(row: Row, seed: int) -> nn.Module:
+def network(row: Network, seed: int) -> nn.Module:
     """Return the first network of a row whose widths do not depend on another row."""
     if row.other is not None:
         return {"pointnet": clouds.pointnet, "pointnet2": clouds.pointnet2}[row.other](seed)
@@ -113,7 +102,7 @@ def network(row: Row, seed: int) -> nn.Module:
 class _Training:
     """One run: Adam along one cosine over the compute, with steps of growth at some shares of it."""
 
-    def __init__(self, row: Row, model: nn.Module, rate: float, seed: int, data: Images) -> None:
+    def __init__(self, row: Network, model: nn.Module, rate: float, seed: int, data: Images) -> None:
         self.row, self.model, self.seed, self.data = row, model, seed, data
         self.optimizer = torch.optim.Adam(model.parameters(), lr=rate)
         self.trainer = Trainer(data, seed, rate, COMPUTE, BATCH)
@@ -171,8 +160,7 @@ class _Training:
             **options,
         )
         self.graph = self._traced()
-        signed = sum(bool((one.weights < 0).any()) for one in step.plan.splits)
-        self.phases.append({"splits": len(step.plan.splits), "signed": signed, "added": len(step.plan.new)})
+        self.phases.append(counted(step.plan))
 
 
 def forward_times(records: Records, data: Images, rounds: int = 15) -> Record:
@@ -214,38 +202,24 @@ def compared(records: Records) -> Comparison:
 
 def parts(records: Records) -> Mapping[str, str]:
     """Return the table of all rows, the best first."""
-    found = compared(records)
-    rows = [
-        [
-            *("network", "accuracy (%)", "minus scratch, 0.5x", "learning rate", "parameters", "MACs", "epochs"),
-            *("CPU s of training", "CPU s of growth", "forward time / 1.0x"),
-        ]
-    ]
     relative = records[TIMES]["relative"] if TIMES in records else {}
-    clouds_of_an_epoch = 3991
-    for row in sorted(ROWS, key=lambda row: -found.mean(row.key).mean):
-        own = found.of_row(row.key)
+
+    def forward(found: Comparison, row: Row) -> str:
         times = [value for key, value in relative.items() if key.split(",")[0] == row.key]
+        return f"{statistics.fmean(times):.2f}" if times else ""
 
-        def mean(key: str, own: Sequence[Record] = own) -> float:
-            return statistics.fmean(one[key] for one in own)
-
-        against = found.minus(row.key, "0.5")
-        rows.append(
-            [
-                row.title,
-                str(found.mean(row.key)),
-                "" if row.key == "0.5" else f"**{against.signed}**" if against.excludes_zero else against.signed,
-                f"{found.rate(row.key):g}",
-                f"{mean('params'):.0f}",
-                f"{mean('macs') / 1000:.0f}k",
-                f"{mean('samples') / clouds_of_an_epoch:.1f}",
-                f"{mean('train_seconds'):.1f}",
-                f"{mean('growth_seconds'):.1f}" if row.options else "",
-                f"{statistics.fmean(times):.2f}" if times else "",
-            ]
-        )
-    return {"F: networks": table(rows)}
+    columns: dict[str, Cell] = {
+        "minus scratch of its widths": minus_scratch(ROWS),
+        "minus scratch, 0.5x": minus("0.5"),
+        "learning rate": rate_of,
+        "parameters": mean_of("params"),
+        "MACs": mean_of("macs", unit=1000, end="k"),
+        "epochs": mean_of("samples", 1, unit=TRAINING_CLOUDS),
+        "CPU s of training": mean_of("train_seconds", 1),
+        "CPU s of growth": mean_of("growth_seconds", 1, grown=True),
+        "forward time / 1.0x": forward,
+    }
+    return {"F: networks": rows_table(compared(records), ROWS, "accuracy (%)", columns)}
 
 
 def values(records: Records) -> Mapping[str, str]:
@@ -254,32 +228,42 @@ def values(records: Records) -> Mapping[str, str]:
     texts = {f"F: {row.key}": str(found.mean(row.key)) for row in ROWS}
     pairs = (
         *(("s2d", "s2d scratch"), ("new", "new scratch"), ("new", "s2d"), ("s3d", "s2d")),
-        *(("s2d", "0.5"), ("s2d", "1.0"), ("0.5", "1.0"), ("s2d", "pointnet"), ("s2d", "pointnet2")),
+        *(("s2d", "0.5"), ("new", "0.5"), ("s2d", "1.0"), ("0.5", "1.0"), ("s2d", "pointnet"), ("s2d", "pointnet2")),
     )
     texts |= {f"F: {first} - {second}": found.minus(first, second).signed for first, second in pairs}
-    steps = [phase for one in found.of_row("s3d") for phase in one["phases"]]
-    texts["F: signed"] = f"{sum(one['signed'] for one in steps)} of {sum(one['splits'] for one in steps)}"
+    signed, splits = signed_splits(found.of_row("s3d"))
+    texts["F: signed"] = f"{signed} of {splits}"
+    taken = {
+        key: statistics.fmean(one["train_seconds"] + one["growth_seconds"] for one in found.of_row(key))
+        for key in ("s2d", "0.5")
+    }
+    texts["F: CPU of s2d / 0.5"] = f"{taken['s2d'] / taken['0.5']:.1f}"
     return texts | {"F: seeds": str(len(found.seeds("s2d")))}
 
 
 def figures(records: Records) -> Mapping[str, str]:
     """Return the accuracies as a figure."""
     found = compared(records)
-    ranked = sorted(ROWS, key=lambda row: -found.mean(row.key).mean)
-    bars = [Bar(row.title, found.mean(row.key), "blue" if row.options else "grey") for row in ranked]
-    plot = intervals(
+    drawn = means_figure(
+        found,
+        ROWS,
         "point-clouds",
-        bars,
         title="Ten classes of ModelNet40 at equal compute: test accuracy",
         x_label=f"percent, mean and 95% interval of {len(found.seeds('s2d'))} seeds",
-        legend={"blue": "grown", "grey": "trained from scratch"},
     )
-    return {"results-F.svg": plot.draw(alone=True)}
+    return {"results-F.svg": drawn}
 
 
 def load(path: str) -> Images:
-    """Return the clouds of ten classes."""
-    return clouds.load(path, POINTS, clouds.TEN)
+    """Return the clouds of ten classes.
+
+    Raises:
+        ValueError: there are not as many training clouds as the table of epochs counts on.
+    """
+    found = clouds.load(path, POINTS, clouds.TEN)
+    if len(found.x) != TRAINING_CLOUDS:
+        raise ValueError(f"{path} must have {TRAINING_CLOUDS} training clouds of ten classes, got {len(found.x)}")
+    return found
 
 
 EXPERIMENT = Experiment(

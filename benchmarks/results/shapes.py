@@ -11,10 +11,11 @@ from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
 from benchmarks.results.figures import Bar, intervals
 from benchmarks.results.growing import Growing, doubling, scratch, uniform
-from benchmarks.results.methods import NEW, RATES, name, selected
+from benchmarks.results.methods import NEW, RATES, selected
+from benchmarks.results.rows import name
 from benchmarks.results.tables import table
 
-SEEDS = 5
+SEEDS = 8
 # The learning rate of the networks that find shapes.
 FINDING_RATE = 0.2
 # Ways to find a shape, as settings of `Growing`; each spends the MACs of uniform blocks where a MAC gains the most.

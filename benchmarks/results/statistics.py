@@ -31,16 +31,22 @@ class Interval:
     above: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f}{self._half}"
+        return self.shown()
+
+    def shown(self, digits: int = 2, sign: str = "") -> str:
+        """Return the mean and half of the interval; with "+" as sign, positive means have one too."""
+        half = f" ± {self.half:.{digits}f}" if math.isfinite(self.half) else ""
+        return f"{self.mean:{sign}.{digits}f}{half}"
 
     @property
     def signed(self) -> str:
         """The interval of a difference."""
-        return f"{self.mean:+.2f}{self._half}"
+        return self.shown(sign="+")
 
-    @property
-    def _half(self) -> str:
-        return f" ± {self.half:.2f}" if math.isfinite(self.half) else ""
+    def marked(self, digits: int = 2) -> str:
+        """Return the interval of a difference, bold if it excludes zero."""
+        text = self.shown(digits, "+")
+        return f"**{text}**" if self.excludes_zero else text
 
     @property
     def excludes_zero(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -28,8 +27,10 @@ SHOWN = {
     NEW: Style("pink", marker="diamond"),
 }
 CELL = ("photograph", "softplus", "fixed")
-# In that cell, every rule ran with these learning rates as well.
-OTHER_RATES = (0.02, 0.1)
+# In that cell, every rule ran with these learning rates as well; and the rules of the table wherever S2D may be stuck:
+# with such outputs, from so many neurons.
+OTHER_RATES, MAY_BE_STUCK = (0.02, 0.1), ("fixed", 1)
+RATES = (BASE.learning_rate, *OTHER_RATES)
 COLUMNS = ("S2D", "S3D m=2 c=1.3", "S3D m=2 c=3", "S3D m=3 c=1.3", "S3D m=3 c=3", "net2net", NEW, SCRATCH)
 
 
@@ -49,9 +50,14 @@ def runs() -> list[Run]:
             found += [
                 Run(name(data, activation, start, outputs, rule.name, rate), {**own, "lr": rate})
                 for rate in OTHER_RATES
-                if (data, activation, outputs) == CELL
+                if is_tuned(data, activation, outputs, start, rule.name)
             ]
     return found
+
+
+def is_tuned(data: str, activation: str, outputs: str, start: int, rule: str) -> bool:
+    """Return whether a rule has three learning rates in a cell."""
+    return (data, activation, outputs) == CELL or ((outputs, start) == MAY_BE_STUCK and rule in COLUMNS)
 
 
 def cells() -> list[tuple[str, str, str, int]]:
@@ -82,25 +88,27 @@ def perform(run: Run, records: Records, data: None) -> Record:
         learning_rate=settings.get("lr", BASE.learning_rate),
     )
     found = grow(folds_of(settings["data"]), rule, options)
-    last = found.stages[-1]
+    is_main = (settings["data"], settings["activation"], settings["outputs"]) == CELL
     return {
-        "loss": _rounded(last.loss),
-        "test": _rounded(last.test),
-        "stages": [_stage(stage) for stage in found.stages],
+        **({"networks": _rounded(found.stages[-1].loss, 3)} if is_main else {}),
+        "stages": _stages(found.stages, is_main),
         "splits": found.splits,
         "signed": found.signed,
     }
 
 
-def _stage(stage: LayerStage) -> Record:
-    """Return the quartiles of the losses, and how many networks have run out of useful splits."""
+def _stages(stages: Sequence[LayerStage], is_main: bool) -> Record:
+    """Return the neurons of every stage and its losses: quartiles in the main cell and at the end, else medians."""
+    losses, tests = ([_quartiles(getattr(stage, kind)) for stage in stages] for kind in ("loss", "test"))
+    shown = losses if is_main else [[middle] for _, middle, _ in losses[:-1]] + losses[-1:]
+    smaller = int((stages[-1].sizes < stages[-1].neurons).sum())
     return {
-        "neurons": stage.neurons,
-        "steps": stage.steps,
-        "compute": stage.compute,
-        "loss": _quartiles(stage.loss),
-        "test": _quartiles(stage.test),
-        "smaller": int((stage.sizes < stage.neurons).sum()),
+        "neurons": [stage.neurons for stage in stages],
+        "compute": stages[-1].compute,
+        "loss": shown,
+        "test": [middle for _, middle, _ in tests],
+        # Networks that have run out of useful splits.
+        "smaller": smaller,
     }
 
 
@@ -108,74 +116,69 @@ def _quartiles(losses: Tensor) -> list[float]:
     return _rounded(losses.double().flatten().quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)))
 
 
-def _rounded(losses: Tensor) -> list:
+def _rounded(losses: Tensor, digits: int = 4) -> list:
     def short(value: float | list) -> float | list:
-        return [short(one) for one in value] if isinstance(value, list) else float(f"{value:.4g}")
+        return [short(one) for one in value] if isinstance(value, list) else float(f"{value:.{digits}g}")
 
     return short(losses.tolist())
 
 
-def flat(record: Record, kind: str) -> list[float]:
-    """Return the last losses of all networks: "loss", on the training part, or "test"."""
-    return [value for fold in record[kind] for value in fold]
+def quartiles(record: Record) -> tuple[float, float, float]:
+    """Return the quartiles of the training loss at the end."""
+    low, middle, high = record["stages"]["loss"][-1]
+    return low, middle, high
 
 
-def lower(first: Record, second: Record, kind: str = "loss") -> int:
+def test_loss(record: Record) -> float:
+    """Return the median of the test loss at the end."""
+    return record["stages"]["test"][-1]
+
+
+def lower(first: Record, second: Record) -> str:
     """Return in how many of the networks the first record's loss is the lower one, by more than a hundredth of it."""
-    return sum(one < 0.99 * other for one, other in zip(flat(first, kind), flat(second, kind), strict=True))
+    pairs = [
+        pair for folds in zip(first["networks"], second["networks"], strict=True) for pair in zip(*folds, strict=True)
+    ]
+    return f"{sum(one < 0.99 * other for one, other in pairs)} of {len(pairs)}"
+
+
+def best(records: Records, data: str, activation: str, outputs: str, start: int, rule: str) -> tuple[float, Record]:
+    """Return the learning rate with the lowest median of the training loss, of those of the cell, and its record."""
+    rates = RATES if is_tuned(data, activation, outputs, start, rule) else (BASE.learning_rate,)
+    own = {rate: records[name(data, activation, start, outputs, rule, rate)] for rate in rates}
+    rate = min(rates, key=lambda rate: quartiles(own[rate])[1])
+    return rate, own[rate]
 
 
 def parts(records: Records) -> Mapping[str, str]:
-    """Return the table: medians of training and test losses in every cell."""
-    rows = [["data", "activation", "outputs", "from", *COLUMNS]]
-    for data, activation, outputs, start in cells():
-        own = [records[name(data, activation, start, outputs, rule)] for rule in COLUMNS]
-        medians = [(statistics.median(flat(one, "loss")), statistics.median(flat(one, "test"))) for one in own]
-        rows.append([data, activation, outputs, str(start), *(f"{train:.3f} / {test:.3f}" for train, test in medians)])
-    return {"A: losses": table(rows), "A: tuned": table(_tuned(records))}
-
-
-def tuned(records: Records, start: int, rule: str) -> tuple[float, Record]:
-    """Return the learning rate with the lowest median of the training loss in the main cell, and its record."""
-    data, activation, outputs = CELL
-    rates = (BASE.learning_rate, *OTHER_RATES)
-    own = {rate: records[name(data, activation, start, outputs, rule, rate)] for rate in rates}
-    best = min(rates, key=lambda rate: statistics.median(flat(own[rate], "loss")))
-    return best, own[best]
-
-
-def _tuned(records: Records) -> list[list[str]]:
-    """Return the losses of the main cell by rule, each at the best of three learning rates."""
-    rows = [["rule", *(f"from {start}" for start in STARTS)]]
+    """Return the tables: all rules in the main cell, and medians of training and test losses in every cell."""
+    main = [["rule", *(f"from {start}" for start in STARTS)]]
     for rule in RULES:
         row = [rule.name]
         for start in STARTS:
-            rate, record = tuned(records, start, rule.name)
-            low, middle, high = statistics.quantiles(flat(record, "loss"), n=4)
-            test = statistics.median(flat(record, "test"))
-            row.append(f"{middle:.3f} [{low:.3f}, {high:.3f}] / {test:.3f} (lr {rate:g})")
-        rows.append(row)
-    return rows
+            rate, record = best(records, *CELL, start, rule.name)
+            low, middle, high = quartiles(record)
+            row.append(f"{middle:.3f} [{low:.3f}, {high:.3f}] / {test_loss(record):.3f} (lr {rate:g})")
+        main.append(row)
+    every = [["data", "activation", "outputs", "from", *COLUMNS]]
+    for data, activation, outputs, start in cells():
+        own = [best(records, data, activation, outputs, start, rule)[1] for rule in COLUMNS]
+        medians = [f"{quartiles(one)[1]:.3f} / {test_loss(one):.3f}" for one in own]
+        every.append([data, activation, outputs, str(start), *medians])
+    return {"A: losses": table(every), "A: tuned": table(main)}
 
 
 def values(records: Records) -> Mapping[str, str]:
     """Return medians for sentences, "A: photograph, softplus, fixed, 1: S2D"; and how often S3D is below S2D."""
     found = {}
     for data, activation, outputs, start in cells():
-        own = {rule.name: records[name(data, activation, start, outputs, rule.name)] for rule in RULES}
+        own = {rule.name: best(records, data, activation, outputs, start, rule.name)[1] for rule in RULES}
         key = f"A: {data}, {activation}, {outputs}, {start}"
         for rule, record in own.items():
-            found[f"{key}: {rule}"] = f"{statistics.median(flat(record, 'loss')):.3f}"
-            found[f"{key}: {rule}: test"] = f"{statistics.median(flat(record, 'test')):.3f}"
-            found[f"{key}: {rule} below S2D"] = f"{lower(record, own['S2D'])} of {len(flat(record, 'loss'))}"
-    for start in STARTS:
-        best = {rule.name: tuned(records, start, rule.name)[1] for rule in RULES}
-        for rule, record in best.items():
-            found[f"A: tuned, {start}: {rule}"] = f"{statistics.median(flat(record, 'loss')):.3f}"
-            found[f"A: tuned, {start}: {rule}: test"] = f"{statistics.median(flat(record, 'test')):.3f}"
-            found[f"A: tuned, {start}: {rule} below S2D"] = (
-                f"{lower(record, best['S2D'])} of {len(flat(record, 'loss'))}"
-            )
+            found[f"{key}: {rule}"] = f"{quartiles(record)[1]:.3f}"
+            found[f"{key}: {rule}: test"] = f"{test_loss(record):.3f}"
+            if (data, activation, outputs) == CELL:
+                found[f"{key}: {rule} below S2D"] = lower(record, own["S2D"])
     return found
 
 
@@ -186,8 +189,8 @@ def figures(records: Records) -> Mapping[str, str]:
         value
         for start in STARTS
         for rule in SHOWN
-        for stage in records[name(data, activation, start, outputs, rule)]["stages"]
-        for value in stage["loss"]
+        for spread in records[name(data, activation, start, outputs, rule)]["stages"]["loss"]
+        for value in spread
     ]
     y = scales.Scale(0.9 * min(everything), 1.1 * max(everything), "log")
     plots = []
@@ -196,12 +199,11 @@ def figures(records: Records) -> Mapping[str, str]:
         for place, (rule, style) in enumerate(SHOWN.items()):
             stages = records[name(data, activation, start, outputs, rule)]["stages"]
             shift = 5.0 * (place - (len(SHOWN) - 1) / 2)
-            marks.append(Line([Point(one["neurons"], one["loss"][1]) for one in stages], replace(style, marker="")))
-            for one in stages:
-                low, middle, high = one["loss"]
-                words = (rule, f"{one['neurons']} neurons: {middle:.3g}, middle half {low:.3g} to {high:.3g}")
-                spread = (low, low, middle, high, high)
-                marks.append(Spread(one["neurons"], spread, style, words, rule, shift))
+            found = list(zip(stages["neurons"], stages["loss"], strict=True))
+            marks.append(Line([Point(neurons, loss[1]) for neurons, loss in found], replace(style, marker="")))
+            for neurons, (low, middle, high) in found:
+                words = (rule, f"{neurons} neurons: {middle:.3g}, middle half {low:.3g} to {high:.3g}")
+                marks.append(Spread(neurons, (low, low, middle, high, high), style, words, rule, shift))
         plots.append(
             Plot(
                 f"stuck-{start}",

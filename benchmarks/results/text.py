@@ -18,7 +18,7 @@ FILES = ("argparse.py", "ast.py", "difflib.py", "doctest.py", "inspect.py", "pic
 TEST_FILE = "turtle.py"
 # Bytes beyond ASCII are read as this one.
 SYMBOLS, OTHER = 128, 127
-CONTEXT, WIDTH, HEADS, BLOCKS = 64, 32, 2, 2
+CONTEXT, WIDTH, HEADS, BLOCKS = 32, 32, 2, 2
 Batch = tuple[Tensor, Tensor]
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -15,60 +12,52 @@ import s3d_fast as s3d
 from benchmarks.results import text
 from benchmarks.results.comparison import Comparison
 from benchmarks.results.experiment import Experiment, Record, Records, Run
-from benchmarks.results.figures import Bar, intervals
-from benchmarks.results.statistics import Interval
-from benchmarks.results.tables import table
+from benchmarks.results.rows import (
+    Cell,
+    Row,
+    counted,
+    mean_of,
+    means_figure,
+    minus,
+    minus_scratch,
+    rate_of,
+    rows_table,
+    runs_of,
+    signed_splits,
+)
 from benchmarks.results.text import CONTEXT, Text, bits, loss_of, reader
 
-RATES = (0.01, 0.02, 0.04)
+RATES = (0.015, 0.03, 0.06)
 SEEDS = 4
 # Multiply-accumulates x samples of every run; sequences of a batch, and those that growth looks at.
-COMPUTE, BATCH, SAMPLES = 4e10, 32, 512
+COMPUTE, BATCH, SAMPLES = 1.6e10, 32, 512
 # Hidden neurons of every block at first; growth makes half as many more at each of these shares of the compute.
-FIRST, MORE, AT = 16, 0.5, (0.1, 0.2, 0.3)
+FIRST, MORE, AT = 3, 0.5, (0.05, 0.1, 0.15, 0.2)
 EPS = "relative:0.3"
+# Bits per byte differ by hundredths.
+DIGITS = 3
 
 
-@dataclass(frozen=True)
-class Row:
-    """A way to come to a network: options of `grow_step`, or none and the row whose widths are trained from scratch."""
-
-    key: str
-    title: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    like: str | None = None
+def _adding(kind: str) -> dict[str, object]:
+    return {"splits": False, "new_filters": {"kind": kind}}
 
 
 ROWS = (
     Row("s2d", "S2D", {"m": 2, "c": 1.0}),
-    Row("new", "new neurons, random", {"splits": False, "new_filters": {"kind": "random"}}),
+    Row("new", "new neurons, random", _adding("random")),
     Row("s2d scratch", "scratch, widths of S2D", like="s2d"),
     Row("new scratch", "scratch, widths of new neurons", like="new"),
+    Row("firefly", "Firefly", _adding("firefly")),
+    Row("gradmax", "GradMax", _adding("gradmax")),
     Row("s3d c1.3", "S3D, m = 2, c = 1.3", {"m": 2, "c": 1.3}),
-    Row("s3d c3", "S3D, m = 2, c = 3", {"m": 2, "c": 3.0}),
     Row("s3d m3", "S3D, m = 3, c = 3", {"m": 3, "c": 3.0}),
     Row("first", "scratch, never grown"),
 )
 
 
-def name(row: str, rate: float, seed: int) -> str:
-    """Return the name of a run."""
-    return f"{row}, lr {rate:g}, seed {seed}"
-
-
 def runs() -> list[Run]:
     """Return all runs, seed by seed."""
-    return [
-        Run(
-            name(row.key, rate, seed),
-            {"row": row.key, "lr": rate, "seed": seed},
-            rank=seed,
-            needs=() if row.like is None else (name(row.like, rate, seed),),
-        )
-        for seed in range(SEEDS)
-        for row in ROWS
-        for rate in RATES
-    ]
+    return runs_of(ROWS, RATES, SEEDS)
 
 
 def perform(run: Run, records: Records, data: Text) -> Record:
@@ -85,7 +74,7 @@ class _Training:
     def __init__(self, row: Row, rate: float, seed: int, hidden: list[int], data: Text) -> None:
         self.row, self.rate, self.seed, self.data = row, rate, seed, data
         self.model = reader(hidden, seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.01, fused=True)
         self.batches = data.batches(BATCH, torch.Generator().manual_seed(seed))
         self.spent, self.samples, self.growing = 0.0, 0, 0.0
         self.phases: list[Record] = []
@@ -140,8 +129,7 @@ class _Training:
         top = extra // (options.get("m", 2) - 1)
         self.model.eval()
         step = s3d.grow_step(self.model, loss_of, batches, self.optimizer, eps=EPS, top_k=top, **options)
-        signed = sum(bool((one.weights < 0).any()) for one in step.plan.splits)
-        self.phases.append({"splits": len(step.plan.splits), "signed": signed, "added": len(step.plan.new)})
+        self.phases.append(counted(step.plan))
 
 
 def compared(records: Records) -> Comparison:
@@ -151,66 +139,57 @@ def compared(records: Records) -> Comparison:
 
 def parts(records: Records) -> Mapping[str, str]:
     """Return the table of all rows, the best first."""
-    found = compared(records)
-    rows = [
-        [
-            *("method", "bits per byte", "minus scratch of its widths", "minus scratch, widths of S2D"),
-            *("learning rate", "hidden neurons", "parameters", "sequences", "CPU s of growth", "signed splits"),
-        ]
-    ]
-    scratch = {row.like: row.key for row in ROWS if row.like is not None}
-    for row in sorted(ROWS, key=lambda row: found.mean(row.key).mean):
-        own = found.of_row(row.key)
-        steps = [step for one in own for step in one["phases"]]
-        signed, splits = (sum(step[kind] for step in steps) for kind in ("signed", "splits"))
-        rows.append(
-            [
-                row.title,
-                _three(found.mean(row.key)),
-                _difference(found, row.key, scratch[row.key]) if row.key in scratch else "",
-                "" if row.key == "s2d scratch" else _difference(found, row.key, "s2d scratch"),
-                f"{found.rate(row.key):g}",
-                f"{statistics.fmean(sum(one['widths']) for one in own):.0f}",
-                f"{statistics.fmean(one['params'] for one in own):.0f}",
-                f"{statistics.fmean(one['samples'] for one in own):.0f}",
-                f"{statistics.fmean(one['growth_seconds'] for one in own):.1f}" if row.options else "",
-                f"{signed / splits:.0%} of {splits}" if splits else "",
-            ]
-        )
-    return {"G: rows": table(rows)}
+    columns: dict[str, Cell] = {
+        "minus scratch of its widths": minus_scratch(ROWS, DIGITS),
+        "minus scratch, never grown": minus("first", DIGITS),
+        "learning rate": rate_of,
+        "hidden neurons": _hidden,
+        "parameters": mean_of("params"),
+        "sequences": mean_of("samples"),
+        "CPU s of growth": mean_of("growth_seconds", 1, grown=True),
+        "signed splits": _signed,
+    }
+    return {"G: rows": rows_table(compared(records), ROWS, "bits per byte", columns, DIGITS)}
 
 
-def _three(own: Interval, signed: bool = False) -> str:
-    """Return an interval with three digits: bits per byte differ by hundredths."""
-    return f"{own.mean:{'+' if signed else ''}.3f} ± {own.half:.3f}"
+def _hidden(found: Comparison, row: Row) -> str:
+    own = found.of_row(row.key)
+    return f"{sum(sum(one['widths']) for one in own) / len(own):.0f}"
 
 
-def _difference(found: Comparison, first: str, second: str) -> str:
-    own = found.minus(first, second)
-    return f"**{_three(own, True)}**" if own.excludes_zero else _three(own, True)
+def _signed(found: Comparison, row: Row) -> str:
+    signed, splits = signed_splits(found.of_row(row.key))
+    return f"{signed / splits:.0%} of {splits}" if splits else ""
 
 
 def values(records: Records) -> Mapping[str, str]:
     """Return differences for sentences: "G: new - new scratch"."""
     found = compared(records)
-    pairs = (("new", "new scratch"), ("s2d", "s2d scratch"), ("new", "s2d"), ("s3d c1.3", "s2d"), ("s3d m3", "s2d"))
-    texts = {f"G: {first} - {second}": _three(found.minus(first, second), True) for first, second in pairs}
+    pairs = (
+        *(("new", "new scratch"), ("s2d", "s2d scratch"), ("new", "s2d"), ("s3d c1.3", "s2d"), ("s3d m3", "s2d")),
+        *(("firefly", "new"), ("gradmax", "new"), ("s2d scratch", "first"), ("new", "first"), ("s2d", "first")),
+        ("new scratch", "first"),
+    )
+    texts = {f"G: {first} - {second}": found.minus(first, second).shown(DIGITS, "+") for first, second in pairs}
+    texts |= {
+        f"G: {first} - {second} over rates": found.minus_over_rates(first, second).shown(DIGITS, "+")
+        for first, second in pairs
+    }
     return texts | {"G: seeds": str(len(found.seeds("s2d")))}
 
 
 def figures(records: Records) -> Mapping[str, str]:
     """Return the bits per byte as a figure."""
     found = compared(records)
-    ranked = sorted(ROWS, key=lambda row: found.mean(row.key).mean)
-    bars = [Bar(row.title, found.mean(row.key), "blue" if row.options else "grey") for row in ranked]
-    plot = intervals(
+    drawn = means_figure(
+        found,
+        ROWS,
         "transformer",
-        bars,
         title="A small transformer on Python's own sources at equal compute: bits per byte of the test file",
         x_label=f"bits per byte, lower is better; mean and 95% interval of {len(found.seeds('s2d'))} seeds",
-        legend={"blue": "grown", "grey": "trained from scratch"},
+        digits=DIGITS,
     )
-    return {"results-G.svg": plot.draw(alone=True)}
+    return {"results-G.svg": drawn}
 
 
 def _load(path: str) -> Text:

@@ -21,7 +21,7 @@ from s3d_fast.commands.sweep import run_sweep, swept
 from s3d_fast.integrations.loggers import TensorBoardLogger
 from s3d_fast.recipes.job import Job
 from s3d_fast.recipes.methods import METHODS, as_method
-from s3d_fast.recipes.running import run
+from s3d_fast.recipes.running import BEFORE, run
 from s3d_fast.records.json_records import mapping
 from s3d_fast.records.record import Phase
 from s3d_fast.records.run import training_compute
@@ -54,14 +54,20 @@ def add(command: Parser) -> None:
         help="options by name, as JSON or TOML, or an earlier run; those of the command line have priority",
     )
     add_data_options(command)
-    command.add_argument("--method", choices=tuple(METHODS), default="s3d", help="default: %(default)s")
+    command.add_argument(
+        "--method",
+        choices=tuple(METHODS),
+        help="default: that of the preset, which s3d-fast recipes NAME shows; s3d in the paper's",
+    )
     command.add_argument(
         "--preset",
         choices=recipes.PRESETS,
         help="the paper's numbers (digits: full), or numbers for two CPU cores; by default those that fit this machine",
     )
     command.add_argument("--out", type=Path, help="folder of the run; default: runs/RECIPE-METHOD-SEED")
-    command.add_argument("--resume", action="store_true", help="resume the run in the folder, if there is one")
+    command.add_argument(
+        "--resume", action="store_true", help="resume the run in the folder, if there is one, with its settings"
+    )
     command.add_argument("--seed", type=int, help="default: 0")
     command.add_argument(
         "--seeds", type=_seeds, metavar="N,N,...", help="a run for each seed, in folders that end with the seed"
@@ -112,7 +118,7 @@ def add(command: Parser) -> None:
             settings.add_argument(flag, action="store_true", default=None, help=help)
             continue
         settings.add_argument(flag, type=_parser(kind), help=help, metavar=_metavar(kind))
-    command.set_defaults(run=lambda options: _run(configured(command, options)))
+    command.set_defaults(run=lambda options: _run(configured(command, options)), stored={})
 
 
 def configured(command: Parser, options: argparse.Namespace) -> argparse.Namespace:
@@ -169,12 +175,13 @@ def _plain(value: Any) -> Any:
 
 
 def _run(options: argparse.Namespace) -> int:
-    out = options.out or Path("runs") / f"{options.recipe}-{options.method}"
     seeds = options.seeds or (options.seed or 0,)
-    folders = {seed: Path(f"{out}-{seed}") for seed in seeds}
-    if options.seeds is None and options.out is not None:
-        folders = {seeds[0]: options.out}
-    options.preset = options.preset or _fitting_preset(options, folders[seeds[0]])
+    resumed = _resumed(options, seeds[0])
+    options.preset = options.preset or _fitting_preset(options, resumed)
+    usual = recipes.recipe(options.recipe, options.preset).method if resumed is None else resumed["method"]
+    options.method = options.method or usual
+    options.stored = {} if resumed is None else _stored(resumed)
+    folders = {seed: _folder(options, options.method, seed) for seed in seeds}
     recipe = made_recipe(options)
     if options.step is not None and options.sweep is None:
         raise ValueError("--step has no effect without --sweep; --steps is the number of steps")
@@ -191,12 +198,41 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fitting_preset(options: argparse.Namespace, folder: Path) -> str:
+def _folder(options: argparse.Namespace, method: str, seed: int) -> Path:
+    """Return the folder of the run of a seed."""
+    if options.out is None:
+        return Path("runs") / f"{options.recipe}-{method}-{seed}"
+    return options.out if options.seeds is None else Path(f"{options.out}-{seed}")
+
+
+def _resumed(options: argparse.Namespace, seed: int) -> dict[str, Any] | None:
+    """Return run.json of the run that is resumed, if there is one.
+
+    Without a method, that is the run of the preset's; or one of s3d, which was every preset's in earlier versions.
+    """
+    if not options.resume:
+        return None
+    preset = options.preset or recipes.preset_for(options.recipe, Job.device_of(options.device).type != "cpu")
+    methods = (options.method,) if options.method else (recipes.recipe(options.recipe, preset).method, "s3d")
+    for folder in dict.fromkeys(_folder(options, method, seed) for method in methods):
+        if (folder / "run.json").is_file():
+            about = RunFolder(folder).read_about()
+            if about["recipe"] == options.recipe:
+                return about
+    return None
+
+
+def _stored(about: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run; those that its version did not have are what they were then."""
+    settings = mapping("run.json: settings", about["settings"])
+    every = {name: settings.get(name, BEFORE.get(name)) for name in recipes.Recipe.settings()}
+    return {name: value for name, value in every.items() if value is not None}
+
+
+def _fitting_preset(options: argparse.Namespace, resumed: dict[str, Any] | None) -> str:
     """Return the preset of the run that is resumed, or the one that fits this machine."""
-    if options.resume and (folder / "run.json").is_file():
-        about = RunFolder(folder).read_about()
-        if about["recipe"] == options.recipe:
-            return recipes.preset_today(about["recipe"], about["preset"])
+    if resumed is not None:
+        return recipes.preset_today(resumed["recipe"], resumed["preset"])
     whole = recipes.preset_for(options.recipe, has_gpu=True)
     if Job.device_of(options.device).type != "cpu":
         return whole
@@ -276,18 +312,20 @@ def _recipe(options: argparse.Namespace) -> recipes.Recipe:
     """
     every = {name: getattr(options, name) for name in recipes.Recipe.settings()}
     given = {name: value for name, value in every.items() if value is not None}
-    recipe = recipes.recipe(options.recipe, options.preset).with_settings(given)
+    # A resumed run keeps its settings, also where a newer version has other defaults.
+    recipe = recipes.recipe(options.recipe, options.preset).with_settings(options.stored).with_settings(given)
+    method = options.method or recipe.method
     for name, matters, where in (
-        ("c", options.method in ("s3d", "regrow"), "--method s3d"),
-        ("m", options.method in ("s3d", "regrow", "uniform"), "--method s3d"),
-        ("prune_to", METHODS[options.method].kind == "prune", "a method that prunes"),
-        ("penalty", options.method in ("bn", "morphnet"), "--method bn or morphnet"),
+        ("c", method in ("s3d", "regrow"), "--method s3d"),
+        ("m", method in ("s3d", "regrow", "uniform"), "--method s3d"),
+        ("prune_to", METHODS[method].kind == "prune", "a method that prunes"),
+        ("penalty", method in ("bn", "morphnet"), "--method bn or morphnet"),
         (
             "width_multiplier",
-            options.method == "full" or METHODS[options.method].kind == "prune",
+            method == "full" or METHODS[method].kind == "prune",
             "--method full or one that prunes",
         ),
-        ("new_filters", options.method in ("s3d", "s2d"), "--method s3d or s2d"),
+        ("new_filters", method in ("s3d", "s2d"), "--method s3d or s2d"),
         ("cost", recipe.growth is not None, "--growth"),
         ("momentum", recipe.optimizer == "sgd", "--optimizer sgd"),
         ("decay", recipe.schedule == "step", "--schedule step"),
@@ -295,7 +333,7 @@ def _recipe(options: argparse.Namespace) -> recipes.Recipe:
     ):
         if name in given and not matters:
             raise ValueError(f"--{name.replace('_', '-')} has no effect without {where}")
-    return as_method(recipe, options.method, given)
+    return as_method(recipe, method, {**options.stored, **given})
 
 
 def _table(history: list[Phase]) -> list[list[str]]:

@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
     presets = RECIPES[options.recipe]
     settings = [preset.as_settings() for preset in presets.values()]
     rows = [["setting", *presets, "what"]]
+    rows.append(["method", *(preset.method for preset in presets.values()), "how s3d-fast grow comes to a network"])
     for name, (_, help) in Recipe.settings().items():
         rows.append([name, *(_short(values[name]) for values in settings), help])
     print(text_table(rows))

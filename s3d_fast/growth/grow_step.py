@@ -13,6 +13,7 @@ from s3d_fast.base.batches import OnDevice, are_the_same, length_of
 from s3d_fast.base.losses import takes_model
 from s3d_fast.base.world import World, existing
 from s3d_fast.growth.split_step import SplitStep
+from s3d_fast.growth.step_size import DEFAULT
 from s3d_fast.network import costs
 from s3d_fast.network.sharding import whole
 from s3d_fast.network.tracing import trace
@@ -55,7 +56,7 @@ def grow_step(
     example_input: Any = None,
     also: Sequence[nn.Module] = (),
     units: Sequence[str] | None = None,
-    eps: float | str = 0.01,
+    eps: float | str = DEFAULT,
     splits: bool = True,
     new_filters: Mapping[str, Any] | None = None,
     curvature: str = "exact",

@@ -23,6 +23,7 @@ from s3d_fast.growth.loggers import Logger, log_epoch, log_phase
 from s3d_fast.growth.saved_state import SavedState, state_of
 from s3d_fast.growth.separation import distances
 from s3d_fast.growth.split_step import Options, SplitStep, timed
+from s3d_fast.growth.step_size import DEFAULT
 from s3d_fast.growth.training import EpochTrainer
 from s3d_fast.network import costs
 from s3d_fast.network.graph import Graph
@@ -63,7 +64,8 @@ class Grower:
         trained: whether the model is already trained; the first phase then begins with its evaluation.
         evaluate: returns metrics of the trained model, such as {"accuracy": 0.7}.
         eps: the size of a split: a number; or a share of the filter's length, such as "relative:0.3"; or "search", the
-            share between 0.03 and 0.9 with the least loss on the batches.
+            share between 0.03 and 0.9 with the least loss on the batches. By default "relative:0.3"; a run that is
+            resumed keeps what it had.
         curvature: as for `capture`.
         selection: options for `select`, such as dict(m=2, c=1.3, fraction=0.35); c=1 is S2D. Or a function of the
             phase and the graph that returns them.
@@ -117,7 +119,7 @@ class Grower:
         phases: int,
         trained: bool = False,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
-        eps: float | str = 0.01,
+        eps: float | str | None = None,
         curvature: str = "exact",
         selection: Options | Callable[[int, Graph], Options] | None = None,
         solver: Options | None = None,
@@ -143,7 +145,8 @@ class Grower:
         require.count("seed", seed, at_least=0)
         self.model, self.example_input, self.phases = model, example_input, phases
         self.train, self.trained, self.evaluate = train, trained, evaluate
-        self.loss_fn, self.batches, self.eps, self.curvature = loss_fn, batches, eps, curvature
+        self.loss_fn, self.batches, self.curvature = loss_fn, batches, curvature
+        self.eps, self._eps_is_given = DEFAULT if eps is None else eps, eps is not None
         self.selection = {"m": 2, "c": 1.3, "fraction": 0.35} if selection is None else selection
         self.solver = {} if solver is None else dict(solver)
         self.rows_per_sample = rows_per_sample
@@ -404,6 +407,9 @@ class Grower:
     def _restore(self, path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         state = state_of(path, tensors, record)
         # Runs that do not say so had the paper's curvature, and took all rows.
+        if not self._eps_is_given and "eps" in state.settings:
+            # An earlier version had another default.
+            self.eps = state.settings["eps"]
         differing = differences({"curvature": "paper", "rows_per_sample": None} | state.settings, self._settings())
         if differing:
             raise ValueError(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from s3d_fast.base import require
 
+# The size if none is given: copies that are closer hardly part (docs/results.md, experiments D and E).
+DEFAULT = "relative:0.3"
 # A search starts from this share of the filter's length, and tries these multiples of it.
 START, MULTIPLES = 0.3, (0.1, 0.3, 1.0, 3.0)
 

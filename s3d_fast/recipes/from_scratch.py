@@ -138,8 +138,10 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
     """
     recipe, classes = job.recipe, job.dataset.classes
     if job.like is None:
+        if recipe.growth is not None and recipe.cost == "macs":
+            return _grown_alike(job, recipe.growth)
         if recipe.fraction is None or not isinstance(recipe.m, int):
-            raise ValueError("a recipe that grows to given MACs needs a run to match; give like")
+            raise ValueError("a recipe that grows to a given cost needs a run to match; give like")
         share = 1 + recipe.fraction * (recipe.m - 1)
         filters = [round(sum(recipe.widths) * share**step) for step in range(recipe.steps + 1)]
         return [baselines.scaled_widths(recipe.widths, wanted, sum) for wanted in filters]
@@ -151,3 +153,22 @@ def uniform_sizes(job: Job) -> list[tuple[int, ...]]:
         return baselines.parameter_count(lambda: recipe.network(widths, classes))
 
     return [baselines.scaled_widths(recipe.widths, phase.params, size) for phase in phases[: recipe.steps + 1]]
+
+
+def _grown_alike(job: Job, factor: float) -> list[tuple[int, ...]]:
+    """Return widths that grow alike in all layers, to `factor` times the MACs in every step.
+
+    Raises:
+        ValueError: the widths of the recipe are not those of the network's units.
+    """
+    recipe = job.recipe
+    x = torch.zeros(2, *job.dataset.input_shape)
+    graph = trace(recipe.network(recipe.widths, job.dataset.classes), x, prove=False)
+    if tuple(graph.widths().values()) != recipe.widths:
+        raise ValueError("uniform: the MACs of other widths are not known for this recipe; give like")
+
+    def macs(widths: Sequence[int]) -> int:
+        return costs.count(graph, dict(zip(graph.units, widths, strict=True))).macs
+
+    wanted = [round(macs(recipe.widths) * factor**step) for step in range(recipe.steps + 1)]
+    return [baselines.scaled_widths(recipe.widths, size, macs) for size in wanted]

@@ -53,6 +53,9 @@ CPU = replace(
     PAPER,
     data_options={"size": 64},
     # As in cifar100_mobilenet.
+    method="new",
+    growth=1.25,
+    cost="macs",
     eps="relative:0.3",
     curvature="exact",
     widths=(8,) * 14,
@@ -62,7 +65,6 @@ CPU = replace(
     learning_rate=0.1,
     warmup=1,
     macs=None,
-    fraction=0.35,
     split_share=0.01,
     split_time=None,
     split_batch=16,

@@ -107,6 +107,7 @@ class Recipe:
     full_widths: tuple[int, ...]  # widths of the full-size network, for comparisons
     data_options: Mapping[str, int] = field(default_factory=dict)
     channels_last: bool = False
+    method: str = "s3d"  # a name in `METHODS`, for runs that are not given one
 
     widths: tuple[int, ...] = _setting("filters of every layer of the seed network", _each(require.count))
     steps: int = _setting(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from s3d_fast.base.losses import checked_loss
@@ -213,20 +214,22 @@ class Grown:
 
     def _own_ascents(self, held: Mapping[str, Tensor], rows: Sequence[str]) -> dict[str, Tensor]:
         total = {name: torch.zeros_like(self.stored[name]) for name in rows}
-        for loss in self.losses():
-            own = torch.autograd.grad(
-                loss, [self.stored[name] for name in self.read], create_graph=True, allow_unused=True
-            )
-            terms = [
-                (held[name] * gradient).sum()
-                for name, gradient in zip(self.read, own, strict=True)
-                if gradient is not None
-            ]
-            product = torch.stack(terms).sum()
-            second = torch.autograd.grad(product, [self.stored[name] for name in rows], allow_unused=True)
-            for name, gradient in zip(rows, second, strict=True):
-                if gradient is not None:
-                    total[name] += gradient
+        # Fused attention has no second derivative.
+        with sdpa_kernel(SDPBackend.MATH):
+            for loss in self.losses():
+                own = torch.autograd.grad(
+                    loss, [self.stored[name] for name in self.read], create_graph=True, allow_unused=True
+                )
+                terms = [
+                    (held[name] * gradient).sum()
+                    for name, gradient in zip(self.read, own, strict=True)
+                    if gradient is not None
+                ]
+                product = torch.stack(terms).sum()
+                second = torch.autograd.grad(product, [self.stored[name] for name in rows], allow_unused=True)
+                for name, gradient in zip(rows, second, strict=True):
+                    if gradient is not None:
+                        total[name] += gradient
         return total
 
     def _of_new_channels(self, name: str, gradient: Tensor) -> Tensor:

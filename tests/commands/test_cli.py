@@ -114,7 +114,8 @@ def test_a_recipe_is_shown(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     shown = {line.split()[0]: line for line in lines[2:]}
     assert lines[0].split() == ["setting", *RECIPES[name], "what"]
     paper, cpu = (recipe(name, preset).as_settings() for preset in (None, "cpu"))
-    assert set(shown) == set(paper)
+    assert set(shown) == {"method", *paper}
+    assert shown["method"].split()[1:3] == [recipe(name).method, recipe(name, "cpu").method]
     for setting in ("epochs", "batch_size", "learning_rate", "c"):
         assert shown[setting].split()[1:3] == [str(paper[setting]), str(cpu[setting])]
 

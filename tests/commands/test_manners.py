@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from s3d_fast import data
 from s3d_fast.commands import grow as grow_command
 from s3d_fast.commands import main as cli
 from s3d_fast.commands.main import COMMANDS, main
@@ -225,6 +226,45 @@ def test_without_a_gpu_the_preset_is_small_and_says_so(
     assert main(["grow", "digits", "--out", str(tmp_path), "--preset", "full"]) == 0
     assert chosen.pop() == ("full", recipe("digits", "full"))
     assert capsys.readouterr().err == ""
+
+
+def test_a_resumed_run_keeps_its_method_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = ["--epochs", "1", "--train-samples", "256", "--quiet", "--no-report", "--preset", "cpu"]
+    assert main(["grow", *kept, "--steps", "1", "--method", "s2d", "--growth", "1.5", "--out", "own"]) == 0
+    before = about(tmp_path / "own")
+    # What the command line does not say is as the run has it, whatever the preset says today.
+    assert main(["grow", "--resume", "--quiet", "--no-report", "--out", "own"]) == 0
+    assert about(tmp_path / "own")["settings"] == before["settings"]
+    assert before["settings"]["fraction"] is None
+    # A setting that an earlier version did not have is what it was then.
+    assert before["settings"].pop("rows_per_sample") == 64
+    (tmp_path / "own" / "run.json").write_text(json.dumps(before))
+    chosen = []
+    monkeypatch.setattr(grow_command, "run", lambda job, resume: chosen.append(job) or [])
+    assert main(["grow", "--resume", "--quiet", "--no-report", "--out", "own"]) == 0
+    (job,) = chosen
+    assert (job.method, job.recipe.growth, job.recipe.rows_per_sample) == ("s2d", 1.5, 0)
+
+
+def test_a_run_of_an_earlier_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grow_command, "load_dataset", lambda recipe, options: data.digits())
+    chosen = []
+    monkeypatch.setattr(grow_command, "run", lambda job, resume: chosen.append(job) or [])
+    small = ["grow", "cifar100-mobilenet", "--preset", "cpu", "--quiet", "--no-report", "--resume"]
+    assert main(small) == 0
+    assert (chosen[-1].method, chosen[-1].out) == ("new", Path("runs/cifar100-mobilenet-new-0"))
+    # Every preset once grew by s3d.
+    old = {"recipe": "cifar100-mobilenet", "preset": "cpu", "method": "s3d", "seed": 0, "layers": {}, "environment": {}}
+    settings = recipe("cifar100-mobilenet", "cpu").as_settings() | {"fraction": 0.35, "growth": None, "eps": 0.01}
+    folder = tmp_path / "runs" / "cifar100-mobilenet-s3d-0"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(old | {"settings": settings, "command": [], "started": ""}))
+    assert main(small) == 0
+    job = chosen[-1]
+    assert (job.method, job.out) == ("s3d", Path("runs/cifar100-mobilenet-s3d-0"))
+    assert (job.recipe.fraction, job.recipe.growth, job.recipe.eps) == (0.35, None, 0.01)
 
 
 def test_a_resumed_run_keeps_its_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

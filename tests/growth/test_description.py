@@ -52,7 +52,7 @@ def test_a_grower_writes_what_it_grows(folders: list[Path]) -> None:
     about = json.loads((folders[0] / "run.json").read_text())
     assert (about["recipe"], about["method"], about["seed"]) == ("tiny", "s3d", 0)
     assert {name: about["settings"][name] for name in ("c", "m", "fraction", "eps", "epochs", "steps")} == {
-        "c": 1.3, "m": 2, "fraction": 0.5, "eps": 0.01, "epochs": 2, "steps": 1,
+        "c": 1.3, "m": 2, "fraction": 0.5, "eps": "relative:0.3", "epochs": 2, "steps": 1,
     }  # fmt: skip
     assert about["layers"]["0"] == {"kind": "linear", "splittable": True, "because": "silu, consumed by 2"}
     assert about["layers"]["2"]["splittable"] is False

@@ -393,6 +393,18 @@ def test_an_interrupted_run_resumes(phase: int, after: bool, tmp_path: Path, who
     assert record(resumed.history) == record(whole[1].history)
 
 
+def test_a_resumed_run_keeps_the_size_of_its_steps(tmp_path: Path) -> None:
+    # Earlier versions had another default.
+    grow_worker.grower(tmp_path, eps=0.01, phases=2).run()
+    later = grow_worker.grower(tmp_path, eps=None)
+    assert later.eps == "relative:0.3"
+    later.run(resume=True)
+    assert later.eps == 0.01
+    assert [(phase.eps, phase.relative) for phase in later.history[:-1]] == [(0.01, False)] * 2
+    with pytest.raises(ValueError, match=r"eps is 0\.01 there and 'relative:0\.3' here"):
+        grow_worker.grower(tmp_path, eps="relative:0.3").run(resume=True)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

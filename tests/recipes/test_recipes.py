@@ -55,6 +55,11 @@ def test_there_is_a_recipe_for_every_experiment() -> None:
             assert recipe(name, preset) is entry
             assert entry.name == name
             assert entry.dataset in data.SETS
+            # Outside of the paper's numbers, MobileNets grow by what wins at equal compute: docs/results.md, D.
+            wins = name.endswith("mobilenet") and preset == "cpu"
+            assert entry.method == ("new" if wins else "s3d")
+            assert METHODS[entry.method].kind == "grow"
+            assert (entry.growth is not None and entry.cost == "macs") or not wins
 
 
 @pytest.mark.parametrize(("name", "preset", "argument"), [("mnist", "paper", "recipe"), ("digits", "paper", "preset")])
@@ -692,6 +697,18 @@ def test_macs_bound_the_growth(digits: data.Dataset) -> None:
             assert 0.8 * target < phase.macs <= target
     with pytest.raises(ValueError, match="like"):
         run(Job(TINY.with_settings({"macs": targets}), digits, method="uniform"))
+
+
+def test_uniform_networks_grow_by_macs_where_growth_does(digits: data.Dataset) -> None:
+    sizes = uniform_sizes(Job(TINY.with_settings({"growth": 1.8}), digits, method="uniform"))
+    assert sizes[0] == TINY.widths
+    found = [macs(TINY, widths, 10, (1, 8, 8)) for widths in sizes]
+    assert len(found) == TINY.steps + 1
+    for step, own in enumerate(found):
+        # Widths are integers: all layers together get one filter more or less.
+        assert own == pytest.approx(found[0] * 1.8**step, rel=0.3)
+    with pytest.raises(ValueError, match="like"):
+        uniform_sizes(Job(TINY.with_settings({"growth": 1.8, "cost": "params"}), digits, method="uniform"))
 
 
 @pytest.mark.parametrize(

@@ -183,3 +183,27 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="at least one batch"):
         propose_filters(model, squared_error, [], graph)
     assert propose_filters(model, squared_error, batches, graph, number=0) == {}
+
+
+class Attending(nn.Module):
+    """A hidden layer whose outputs attend to each other, by torch's fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 3) -> (B, T, 8)
+        y = self.second(torch.tanh(self.first(x))).unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(y, y, y).squeeze(1)
+
+
+@pytest.mark.parametrize("kind", ["firefly", "gradmax"])
+def test_better_proposals_are_steeper_in_front_of_fused_attention(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Attending(), torch.randn(6, 16, 3)
+    batches = [(x, torch.randn(6, 16, 8))]
+    graph = trace(model, x)
+    plain, better = (
+        propose_filters(model, squared_error, batches, graph, kind=one, number=2) for one in ("random", kind)
+    )
+    assert float(better["first"].slope.sum()) > float(plain["first"].slope.sum())
