@@ -211,7 +211,7 @@ POINTWISE["blackwell", "fp32"] = {**POINTWISE["nvidia", "fp32"], 256: ((16, 32, 
 POINTWISE["blackwell", "tf32x3"] = {
     **POINTWISE["nvidia", "tf32x3"],
     16: ((32, 32, 2, 2, FLAT),),
-    32: ((16, 32, 2, 2, FLAT),),
+    32: ((16, 32, 1, 2, FLAT),),
 }
 POINTWISE["blackwell", "bf16"] = {
     **{width: POINTWISE["nvidia", "bf16"][width] for width in (16, 64, 128)},
@@ -272,7 +272,7 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("hopper", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 8, 3, 1, FLAT),),
     ("hopper", "bf16"): (GroupedConfig(((64, 128), (64, 128), (64, 128), (64, 128), (32, 128)), 8, 3, 1),),
     ("blackwell", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 3, 2),),
-    ("blackwell", "tf32x3"): (GroupedConfig(((32, 64), (32, 64), (32, 32, FLAT)), 4, 2, 2),),
+    ("blackwell", "tf32x3"): (GroupedConfig(((16, 32), (16, 32)), 1, 2, 4, FLAT),),
     ("nvidia", "tf32"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
     ("hopper", "tf32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
     ("nvidia", "tf32x3"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
