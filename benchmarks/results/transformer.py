@@ -28,7 +28,7 @@ from benchmarks.results.rows import (
 from benchmarks.results.text import CONTEXT, Text, bits, loss_of, reader
 
 RATES = (0.015, 0.03, 0.06)
-SEEDS = 4
+SEEDS = 8
 # Multiply-accumulates x samples of every run; sequences of a batch, and those that growth looks at.
 COMPUTE, BATCH, SAMPLES = 1.6e10, 32, 512
 # Hidden neurons of every block at first; growth makes half as many more at each of these shares of the compute.
