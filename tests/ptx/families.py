@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -232,6 +234,25 @@ class Outcome(NamedTuple):
     findings: list[str]
     ambiguities: list[str]
     seconds: float
+
+
+class FoundWrong(Exception):
+    """The numbers are right, but the simulator has found something."""
+
+
+def cases(target: str, calls: Mapping[str, Call]) -> list[ParameterSet]:
+    """Return every call on a target, for every dtype that makes a difference, as parameters of a test."""
+    return [
+        pytest.param(target, name, dtype, id=f"{target}-{name.replace(' ', '_')}-{dtype}")
+        for name, call in calls.items()
+        for dtype in call.dtypes
+    ]
+
+
+def assert_clean(outcome: Outcome) -> None:
+    """Check that the simulator has found nothing wrong."""
+    if outcome.findings:
+        raise FoundWrong("\n".join(outcome.findings))
 
 
 def simulate(target: str, name: str, dtype_name: str) -> Outcome:
