@@ -30,6 +30,7 @@ from s3d_fast.kernels.products import (
     PRODUCTS,
     is_by_single_multiplications,
     load_planes,
+    plus,
     product_form,
     split_launch,
     stored_times,
@@ -132,8 +133,8 @@ def gated_kernel(
                 own_a, mixed, own_b = own_a * scale, mixed * scale, own_b * scale
             own_a, mixed, own_b = tl.trans(own_a), tl.trans(mixed), tl.trans(own_b)
         if BIAS:
-            p += a_bias[None, :] if ACROSS else a_bias[:, None]
-            q += b_bias[None, :] if ACROSS else b_bias[:, None]
+            p = plus(p, a_bias[None, :] if ACROSS else a_bias[:, None], one)
+            q = plus(q, b_bias[None, :] if ACROSS else b_bias[:, None], one)
         upper = own_a.to(number) * p + mixed.to(number) * q
         lower = mixed.to(number) * p
         if FULL:

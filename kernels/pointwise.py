@@ -18,6 +18,7 @@ from s3d_fast.kernels.products import (
     PRODUCTS,
     is_by_single_multiplications,
     load_planes,
+    plus,
     product_form,
     split_launch,
     stored_times,
@@ -98,7 +99,7 @@ def fused_rows(
         if not TURNED:
             u = stored_times(x, high, low, tl.zeros((BN, BM), number), FORM)
             if BIAS:
-                u += b[None, :]
+                u = plus(u, b[None, :], one)
             u *= c.to(number)
             if BIAS:
                 ones += u
@@ -106,7 +107,7 @@ def fused_rows(
         else:
             u = times_stored(high, low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
             if BIAS:
-                u += b[:, None]
+                u = plus(u, b[:, None], one)
             if one is not None:
                 c *= (tl.zeros((), tl.float32) + one).to(c.dtype)
             u *= tl.trans(c).to(number)

@@ -231,3 +231,15 @@ def split_launch(
         BF=SPLIT_FILTERS, BD=SPLIT_COLUMNS,
     )  # fmt: skip
     return Launch("split", split_kernel, grid, arguments, SPLIT_WARPS), planes
+
+
+@triton.jit
+def plus(u, bias, one):
+    """u + bias for a product u; `one` is `launch.hidden_one`.
+
+    The compiler would make a single product start from the bias, and set its registers behind the fence of a wgmma.
+    """
+    if one is not None:
+        return u * one + bias
+    else:
+        return u + bias

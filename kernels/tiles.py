@@ -203,7 +203,8 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
 # A processor of an H100 multiplies twice as fast as one of an A100, from shared memory of the same speed. Wider rows
 # take the two launches of `pointwise_wide`, whose tiles read less of it for a multiplication.
 POINTWISE["hopper", "fp32"] = {
-    **{width: POINTWISE["nvidia", "fp32"][width] for width in (16, 32)},
+    16: POINTWISE["nvidia", "fp32"][16],
+    32: ((64, 64, 8, 2, FLAT), (32, 64, 8, 3, FLAT)),
     64: ((64, 64, 8, 2, FLAT), (32, 64, 8, 3, FLAT)),
 }
 # Where the compiler for B200 would spill.
@@ -282,7 +283,7 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp64"): (GroupedConfig(((16, 16),) * 5, 8, 2, 1, FLAT),),
     ("amd", "fp32"): (GroupedConfig(((16, 64), (16, 64), (16, 64)), 1, 2, 4),),
     ("amd", "bf16"): (GroupedConfig(((16, 64), (16, 64), (16, 64), (16, 32)), 1, 2, 4),),
-    ("amd", "fp64"): (GroupedConfig(((16, 16),) * 4, 1, 2, 4),),
+    ("amd", "fp64"): (GroupedConfig(((16, 16),) * 3, 1, 2, 4),),
     ("interpreter", "fp64"): (
         GroupedConfig(((128, 64),) * 5, 1, 1, 1),
         GroupedConfig(((64, 32),) * 5, 1, 1, 2),
