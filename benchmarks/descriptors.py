@@ -65,9 +65,9 @@ def launches(target: str) -> dict[str, Launch]:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
     device, options = TARGETS[target].device, TritonOptions(scratch_bytes=1 << 40)
-    pair = configs.wide(device, "split", torch.bfloat16, N)[0]
+    pair = configs.wide(device, "bf16x2", torch.bfloat16, N)[0]
     X, C = empty(N, D), empty(N, F)
-    plan = pointwise_wide.plan(X, C, empty(F, D, dtype=torch.float32), False, device, options, pair)
+    plan = pointwise_wide.plan(X[None], C, empty(F, D, dtype=torch.float32), False, "bf16x2", device, options, pair)
     found = {"as it is": next(own for own in plan.launches if own.kernel is pointwise_wide.project_kernel)}
     tensors = dict(X=X, planes=empty(2 * F, D), C=C, U=empty(2 * N, F), N=N, D=D, F=F)
     tile = dict(BN=128, BM=128, BK=64)

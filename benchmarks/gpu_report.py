@@ -24,14 +24,15 @@ from torch import Tensor
 
 from benchmarks import roofline
 from benchmarks.gpus import GPUS
+from benchmarks.networks import KINDS
 from benchmarks.recorded import Shape
 from s3d_fast import env
 from s3d_fast.backends.interface import Backend
+from s3d_fast.kernels.options import triton_options
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import incoming_edges
 
 OUT = Path("runs") / "bench-cuda.json"
-KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP, ROUNDS = 3, 20
 
 
@@ -80,27 +81,38 @@ def clocks() -> dict[str, str]:
 class Network:
     """S v of a network: our kernels, and the unfused form."""
 
-    def __init__(self, shapes: Sequence[Shape], stored: torch.dtype, device: str, backend: Backend) -> None:
+    def __init__(self, shapes: Sequence[Shape], kind: str, device: str, backend: Backend) -> None:
         self.backend = backend
+        dtype, self.precision = KINDS[kind]
+        stored: torch.dtype = getattr(torch, dtype)
         random = torch.Generator(device).manual_seed(0)
 
         def numbers(*sizes: int, dtype: torch.dtype = stored) -> Tensor:
             return torch.randn(sizes, generator=random, device=device).to(dtype)
 
+        def rows(*sizes: int) -> Tensor:
+            # As a solver has them.
+            with triton_options(precision=self.precision):
+                return backend.prepared(numbers(*sizes), is_multiplied=True)
+
         self.rows = [own for own in shapes if not own.clouds]
-        self.X, self.C = [numbers(own.N, own.D) for own in self.rows], [numbers(own.N, own.M) for own in self.rows]
+        self.X, self.C = [rows(own.N, own.D) for own in self.rows], [numbers(own.N, own.M) for own in self.rows]
         self.V = [numbers(own.M, own.D + own.bias, dtype=torch.float32) for own in self.rows]
         self.edges = []
         for own in shapes:
             if own.clouds:
                 sizes = own.clouds, own.N // own.clouds
                 winner = torch.randint(sizes[1], (*sizes, own.M), generator=random, device=device)
-                given = {"X": numbers(*sizes, own.D), "C": numbers(*sizes, own.M), "winner": winner}
+                given = {"X": rows(*sizes, own.D), "C": numbers(*sizes, own.M), "winner": winner}
                 self.edges.append({**given, "V": numbers(own.M, 2 * own.D, dtype=torch.float32)})
         self.incoming = [incoming_edges(own["winner"]) for own in self.edges]
 
     def ours(self) -> list[Tensor]:
         """Return S v of all layers by the kernels."""
+        with triton_options(precision=self.precision):
+            return self._ours()
+
+    def _ours(self) -> list[Tensor]:
         found = []
         if self.rows:
             biases = [own.bias for own in self.rows]
@@ -235,7 +247,7 @@ def predicted(properties: dict[str, Any], network: str, kind: str) -> dict[str, 
 
 def measured(network: str, kind: str, device: str, backend: Backend, properties: dict[str, Any]) -> dict[str, Any]:
     """Return what S v of a network takes on this device, and its error."""
-    own = Network(roofline.NETWORKS[network], KINDS[kind], device, backend)
+    own = Network(roofline.NETWORKS[network], kind, device, backend)
     own.ours()
     with launches() as chosen:
         result = own.ours()

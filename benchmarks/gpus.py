@@ -16,7 +16,7 @@ class Gpu:
     memory: float  # bytes per second
     cache: float  # bytes per second, level 2 or Infinity Cache
     cache_size: int  # bytes
-    flops: dict[str, float]  # per second, by dtype of the products: float32, or bfloat16 on tensor cores
+    flops: dict[str, float]  # per second, by the type of the factors
     issue: float  # instructions of warps per clock and processor
     float32: float  # float32 instructions of warps per clock and processor
     shared: float  # bytes of shared memory per clock and processor
@@ -29,15 +29,15 @@ class Gpu:
 
 GPUS = {
     "A100": Gpu(
-        "sm_80", 108, 1.41e9, 2.039e12, 5120 * 1.41e9, 40 << 20, {"fp32": 19.5e12, "bf16": 312e12},
+        "sm_80", 108, 1.41e9, 2.039e12, 5120 * 1.41e9, 40 << 20, {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12},
         4, 2, 128, 1.0, 65536, 2048, 167936, 32,
     ),
     "H100": Gpu(
-        "sm_90", 132, 1.83e9, 3.35e12, 5120 * 1.83e9, 50 << 20, {"fp32": 66.9e12, "bf16": 989e12},
+        "sm_90", 132, 1.83e9, 3.35e12, 5120 * 1.83e9, 50 << 20, {"fp32": 66.9e12, "tf32": 494.7e12, "bf16": 989e12},
         4, 4, 128, 0.63, 65536, 2048, 233472, 32,
     ),
     "MI300X": Gpu(
-        "gfx942", 304, 2.1e9, 5.3e12, 17.2e12, 256 << 20, {"fp32": 163.4e12, "bf16": 1307e12},
+        "gfx942", 304, 2.1e9, 5.3e12, 17.2e12, 256 << 20, {"fp32": 163.4e12, "tf32": 653.7e12, "bf16": 1307e12},
         1, 1, 128, 1.0, 131072, 2048, 65536, 64,
     ),
 }  # fmt: skip

@@ -28,7 +28,11 @@ STORED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS, WIDE = (16, 32, 64, 128, 256), 512
 ROWS, FILTERS, FEW_ROWS = 65536, 1024, 32
 CLOUDS, POINTS, EDGE_INPUTS = 2, 512, 128
-PRODUCTS = {"ieee": 1, "tf32": 1, "tf32x3": 3, "split": 2, "widened": 2, "rounded": 1}
+# The products of each form; other checkouts have other forms.
+PRODUCTS = {
+    "ieee": 1, "bf16x1": 1, "bf16x2": 2, "bf16x3": 3, "bf16x6": 6, "tf32": 1, "tf32x3": 3, "split": 2, "widened": 2,
+    "rounded": 1,
+}  # fmt: skip
 
 
 class Operations:

@@ -1,9 +1,14 @@
-"""The networks of the models, as plain numbers: also a process with the kernels of another checkout can import them.
+"""The networks of the models and their kinds of rows, as plain numbers.
+
+Also a process with the kernels of another checkout can import them.
 
 A layer is (rows, inputs, filters, bias, clouds). With clouds it is EdgeConv, whose filters have twice as many inputs.
 """
 
 from __future__ import annotations
+
+# Kinds of rows: their dtype, and the precision of products.
+KINDS = {"fp32": ("float32", "highest"), "fp32 high": ("float32", "high"), "bf16": ("bfloat16", "highest")}
 
 # MobileNetV1 1.0x on 32 images of 224 x 224: the pointwise layers. tests/kernels/test_roofline.py compares them.
 _MOBILENET = [

@@ -33,10 +33,11 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from benchmarks.networks import KINDS, NETWORK_SHAPES
+
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "roofline.json"
 TARGETS = ("sm_80", "sm_90", "gfx942")
-KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Sizes of the small versions: filters at most, and the two numbers of rows, for narrow and for wide layers.
 FILTERS, NARROW_ROWS, WIDE_ROWS = 128, (512, 2048), (128, 256)
 # Clouds of the small versions, and how many times fewer points they have than others have rows.
@@ -58,6 +59,11 @@ class Shape:
         """What the costs of a pass depend on."""
         few = "few" if self.N <= 64 else "many"
         return f"{'edges' if self.clouds else 'rows'} D{self.D} M{min(self.M, FILTERS)} {few}" + " bias" * self.bias
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The axes of the rows: clouds and points, or all rows."""
+        return (self.clouds, self.N // self.clouds) if self.clouds else (self.N,)
 
     def small(self, rows: int) -> Shape:
         """Return a version that the simulator can run, with the same tiles."""
@@ -162,43 +168,53 @@ def recording(target: str, processors: int | None = None) -> Iterator[list[Recor
 class Call:
     """S v for EdgeConv or, in one grouped call, for any number of other layers."""
 
-    def __init__(self, shapes: Sequence[Shape], stored: torch.dtype) -> None:
-        self.shapes, self.stored = shapes, stored
-        self.number = torch.float64 if stored == torch.float64 else torch.float32
-        self.X = [self.rows(own.N, own.D) for own in shapes]
-        self.C = [self.rows(own.N, own.M) for own in shapes]
+    def __init__(self, shapes: Sequence[Shape], kind: str, target: str) -> None:
+        self.shapes, self.target = shapes, target
+        dtype, self.precision = KINDS[kind]
+        self.stored: torch.dtype = getattr(torch, dtype)
+        self.X = [self.rows(True, *own.leading, own.D) for own in shapes]
+        self.C = [self.rows(False, *own.leading, own.M) for own in shapes]
         widths = [(2 if own.clouds else 1) * own.D + own.bias for own in shapes]
-        self.V = [torch.empty(own.M, width, dtype=self.number) for own, width in zip(shapes, widths, strict=True)]
-        self.of_rows = {X.data_ptr(): own for X, own in zip(self.X, shapes, strict=True)}
+        self.V = [torch.empty(own.M, width, dtype=torch.float32) for own, width in zip(shapes, widths, strict=True)]
+        self.of_rows = {own.data_ptr(): shape for X, shape in zip(self.X, shapes, strict=True) for own in _read(X)}
 
-    def rows(self, *sizes: int) -> Tensor:
-        """Return rows as a solver has them: older kernels take them as they are, later ones with zeros behind."""
+    def rows(self, is_multiplied: bool, *sizes: int) -> Tensor:
+        """Return rows as a solver has them: older kernels take them as they are, later ones have them prepared."""
+        from s3d_fast.backends.triton import TRITON
+        from s3d_fast.kernels.options import triton_options
+
         X = torch.empty(sizes, dtype=self.stored)
-        has_padding = importlib.util.find_spec("s3d_fast.base.padding") is not None
-        return importlib.import_module("s3d_fast.base.padding").with_padding(X) if has_padding else X
+        if not hasattr(TRITON, "prepared"):
+            return X
+        with triton_options(precision=self.precision), recording(self.target):
+            return TRITON.prepared(X, is_multiplied)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.X, *self.C, *self.V]
+        return [*(own for X in self.X for own in _read(X)), *self.C, *self.V]
 
     def run(self) -> None:
-        from s3d_fast.backends.triton import TRITON
         from s3d_fast.kernels import grouped
+        from s3d_fast.kernels.options import triton_options
 
         # The widths of earlier calls would be compiled in as well.
         grouped._PRESENT.clear()
+        with triton_options(precision=self.precision):
+            self._run()
+
+    def _run(self) -> None:
+        from s3d_fast.backends.triton import TRITON
+
         if not self.shapes[0].clouds:
             biases = [own.bias for own in self.shapes]
             TRITON.splitting_matvec_grouped(X=self.X, C=self.C, V=self.V, bias=biases)
             return
         from s3d_fast.maths.incoming import incoming_edges
 
-        (own,) = self.shapes
-        points = own.N // own.clouds
-        X, C = (tensor.view(own.clouds, points, -1) for tensor in (self.X[0], self.C[0]))
+        (X,), (C,), (V,) = self.X, self.C, self.V
         random = torch.Generator().manual_seed(0)
-        edges = incoming_edges(torch.randint(points, C.shape, generator=random))
-        TRITON.edgeconv_matvec(X=X, winner=edges.winner, C=C, V=self.V[0], bias=False, incoming=edges, ties=None)
+        edges = incoming_edges(torch.randint(C.shape[1], C.shape, generator=random))
+        TRITON.edgeconv_matvec(X=X, winner=edges.winner, C=C, V=V, bias=False, incoming=edges, ties=None)
 
     def kinds(self, launch: Recorded) -> list[str]:
         """Return the kind of layer of every kind of tile of a launch."""
@@ -207,6 +223,11 @@ class Call:
         if "X" in launch.arguments:
             return [self.of_rows[launch.arguments["X"].data_ptr()].kind]
         return [self.shapes[0].kind if len(self.shapes) == 1 else ""]
+
+
+def _read(X: Tensor) -> list[Tensor]:
+    """Return what kernels may read of rows: themselves, and planes that they carry."""
+    return [X, *(own for name, own in vars(X).items() if name == "_s3d_fast_planes")]
 
 
 # What a kernel does with its tensors; it does not use others here.
@@ -256,13 +277,22 @@ def touched(launch: Recorded, stored: torch.dtype) -> list[tuple[int, int, bool]
         for row in launch.tables():
             if name == "grouped_kernel":
                 # Zeros behind rows are read as well.
-                rows = (("X", row["x_row"]), ("C", row["c_row"]))
-                found += [(row[own], row["N"] * pitch * stored.itemsize, False) for own, pitch in rows]
+                sizes = {"X": row["x_row"] * row_bytes(a["FORM"], stored), "C": row["c_row"] * stored.itemsize}
+                found += [(row[own], row["N"] * size, False) for own, size in sizes.items()]
             if vectors == "V":
                 found.append((row["V"], 4 * row["F"] * (row["D"] + a["BIAS"]), False))
         if vectors == "planes":
             found.append(_whole(a["planes"], False))
     return found + [_whole(a[own], True) for own in WRITES[name](a)]
+
+
+def row_bytes(form: str, stored: torch.dtype) -> int:
+    """Return the bytes of an entry of the rows, in all planes; older kernels have no planes."""
+    from s3d_fast.kernels import products
+
+    known = getattr(products, "row_storage", None)
+    count, dtype = known(form, stored) if known else (1, stored)
+    return count * dtype.itemsize
 
 
 def _whole(tensor: Tensor, writes: bool) -> tuple[int, int, bool]:
@@ -323,18 +353,11 @@ def assembled(launch: Recorded, target: str) -> Any:
     return _ASSEMBLED[key]
 
 
-def networks() -> dict[str, list[Shape]]:
-    """Return the layers of the networks of the tables."""
-    from benchmarks.networks import NETWORK_SHAPES
-
-    return {name: [Shape(*own) for own in shapes] for name, shapes in NETWORK_SHAPES.items()}
-
-
-def launches_of(shapes: Sequence[Shape], target: str, stored: torch.dtype, is_compiled: bool) -> list[dict[str, Any]]:
+def launches_of(shapes: Sequence[Shape], target: str, kind: str, is_compiled: bool) -> list[dict[str, Any]]:
     """Return the launches of S v of a network as plain data; tensors are numbered in the order in which they occur."""
     found, numbers = [], dict[int, int]()
     rows = [own for own in shapes if not own.clouds]
-    calls = [Call(own, stored) for own in [*([rows] if rows else []), *([own] for own in shapes if own.clouds)]]
+    calls = [Call(own, kind, target) for own in [*([rows] if rows else []), *([own] for own in shapes if own.clouds)]]
     # All calls and launches exist at once, so that each tensor has an address of its own.
     made = []
     for call in calls:
@@ -350,7 +373,7 @@ def launches_of(shapes: Sequence[Shape], target: str, stored: torch.dtype, is_co
                 "tiles": [[own.number, own.passes, own.longest] for own in tiles(launch)],
                 "touched": [
                     [numbers.setdefault(place, len(numbers)), size, writes]
-                    for place, size, writes in touched(launch, stored)
+                    for place, size, writes in touched(launch, call.stored)
                 ],
                 "warps": launch.warps,
             }
@@ -365,14 +388,14 @@ def launches_of(shapes: Sequence[Shape], target: str, stored: torch.dtype, is_co
 LIGHT = {"split_kernel", "split_layers_kernel", "sum_slices_kernel", "sum_layers_kernel", "column_sums_kernel"}
 
 
-def costs_of(shape: Shape, target: str, stored: torch.dtype) -> dict[str, dict[str, dict[str, float]]]:
+def costs_of(shape: Shape, target: str, kind: str) -> dict[str, dict[str, dict[str, float]]]:
     """Return what a tile and a pass cost, for every kernel of a layer: counts of a program."""
     from benchmarks import machine_code
 
     with recording(target) as launches:
-        call = Call([shape], stored)
+        call = Call([shape], kind, target)
         call.run()
-    executed = simulate(shape, target, stored) if target.startswith("sm") else {}
+    executed = simulate(shape, target, kind) if target.startswith("sm") else {}
     found: dict[str, dict[str, dict[str, float]]] = {}
     for launch in launches:
         name = label(launch)
@@ -405,20 +428,20 @@ def _rounded(counts: dict[str, float]) -> dict[str, float]:
     return {name: float(f"{count:.6g}") for name, count in counts.items() if abs(count) > 1e-6}
 
 
-def simulate(shape: Shape, target: str, stored: torch.dtype) -> dict[str, dict[str, dict[str, float]]]:
+def simulate(shape: Shape, target: str, kind: str) -> dict[str, dict[str, dict[str, float]]]:
     """Return what the simulator executes for a tile and for a pass of it, by kernel."""
     seen: dict[str, list[tuple[Tiles, dict[str, float]]]] = {}
     for rows in NARROW_ROWS if shape.D <= 256 else WIDE_ROWS:
-        for name, own, counts in simulated_counts(shape.small(rows), target, stored):
+        for name, own, counts in simulated_counts(shape.small(rows), target, kind):
             seen.setdefault(name, []).append((own, counts))
     return {name: solved(runs) for name, runs in seen.items()}
 
 
-def simulated_counts(shape: Shape, target: str, stored: torch.dtype) -> Iterator[tuple[str, Tiles, dict[str, float]]]:
+def simulated_counts(shape: Shape, target: str, kind: str) -> Iterator[tuple[str, Tiles, dict[str, float]]]:
     """Run a layer in the simulator; yield kernels, their tiles and what all of them executed."""
     from s3d_fast.kernels.ptx.launch import simulated
 
-    call = Call([shape], stored)
+    call = Call([shape], kind, target)
     with recording(target, processors=1) as launches:
         call.run()
     with simulated(target, processors=1, reachable=call.tensors) as report:
@@ -476,15 +499,19 @@ def record(targets: Sequence[str], kinds: Sequence[str], is_compiled: bool = Tru
     result: dict[str, Any] = {"networks": {}, "costs": {}}
     for target in targets:
         for kind in kinds:
-            where, stored = f"{target} {kind}", KINDS[kind]
-            for network, shapes in networks().items():
-                own = launches_of(shapes, target, stored, is_compiled)
+            # AMD multiplies float32 rows directly, at both precisions.
+            if target == "gfx942" and kind == "fp32 high":
+                continue
+            where = f"{target} {kind}"
+            for network, sizes in NETWORK_SHAPES.items():
+                shapes = [Shape(*own) for own in sizes]
+                own = launches_of(shapes, target, kind, is_compiled)
                 result["networks"].setdefault(network, {})[where] = own
                 for shape in shapes if is_compiled else ():
                     known = result["costs"].setdefault(where, {})
                     if shape.kind not in known:
                         print(where, shape.kind, file=sys.stderr, flush=True)
-                        known[shape.kind] = costs_of(shape, target, stored)
+                        known[shape.kind] = costs_of(shape, target, kind)
     return result
 
 

@@ -43,16 +43,20 @@ from benchmarks.gpus import (
     START,
     Gpu,
 )
-from benchmarks.networks import NETWORK_SHAPES
+from benchmarks.networks import KINDS, NETWORK_SHAPES
 from benchmarks.recorded import LIGHT, RECORD, Shape
-from benchmarks.unfused import operations
+from benchmarks.unfused import FACTORS, operations
 from s3d_fast.base.tables import text_table
 from s3d_fast.maths import reference
 from s3d_fast.solvers.lanczos import CHECK_EVERY
 
 # Lanczos products of a layer: see test_lanczos in benchmarks/test_solvers.py.
 STEPS = 44
-SIZES = {"fp32": 4, "bf16": 2}
+# The type of the factors of our products, and their number.
+MULTIPLIED = {"fp32": "fp32", "fp32 high": "bf16", "bf16": "bf16"}
+PRODUCTS = {"fp32": 1, "fp32 high": 6, "bf16": 2}
+# The same accuracy: what the best unfused form may be, and what there was before six bfloat16 products.
+AS_ACCURATE = {"fp32 high": "fp32"}
 NETWORKS = {name: [Shape(*own) for own in shapes] for name, shapes in NETWORK_SHAPES.items()}
 
 
@@ -139,7 +143,7 @@ def launch_time(gpu: Gpu, kind: str, launch: dict[str, Any], costs: dict[str, An
         "shared": total["shared bytes"] / gpu.shared,
     }
     if total["tensor"]:
-        peak = gpu.flops[kind] / 2 / gpu.processors / gpu.clock
+        peak = gpu.flops[MULTIPLIED[kind]] / 2 / gpu.processors / gpu.clock
         clocks["tensor"] = total["tensor"] / peak / (gpu.mma if total["mma"] > total["wgmma"] else 1)
     if gpu.target.startswith("sm"):
         clocks["float32"] = total["fp32"] / gpu.float32
@@ -151,33 +155,44 @@ def launch_time(gpu: Gpu, kind: str, launch: dict[str, Any], costs: dict[str, An
     return Time.of(terms, {**work, "tensor": total["tensor"], "shared": total["shared bytes"]})
 
 
+def kinds_of(gpu: Gpu) -> list[str]:
+    """Return the kinds of rows that differ: MI300X multiplies float32 rows directly, at both precisions."""
+    return [kind for kind in KINDS if gpu.target.startswith("sm") or kind not in AS_ACCURATE]
+
+
 def fused(record: dict[str, Any], network: str, gpu: Gpu, kind: str) -> list[tuple[str, Time]]:
     """Return the kernels of S v of a network and their times, launch by launch."""
     where, cache = f"{gpu.target} {kind}", Cache(gpu.cache_size)
+    if where not in record["costs"]:
+        where = f"{gpu.target} {AS_ACCURATE[kind]}"
     costs = record["costs"][where]
     launches = record["networks"][network][where]
     return [(launch["kernel"], launch_time(gpu, kind, launch, costs, cache)) for launch in launches]
 
 
 def unfused(shapes: Sequence[Shape], gpu: Gpu, kind: str) -> Time:
-    """Return the time of the best unfused form."""
+    """Return the time of the best unfused form that is as accurate."""
+    forms = [kind, AS_ACCURATE[kind]] if kind in AS_ACCURATE else [kind]
+    return min((_unfused(shapes, gpu, own) for own in forms), key=lambda time: time.fastest)
+
+
+def _unfused(shapes: Sequence[Shape], gpu: Gpu, kind: str) -> Time:
     cache, total = Cache(gpu.cache_size), Time()
     for layer, shape in enumerate(shapes):
-        for own in operations(layer, shape, SIZES[kind]):
+        for own in operations(layer, shape, kind):
             moved = cache.missed(own.touched)
             terms = {
                 "memory": moved / gpu.memory / MEMORY_REACHED,
                 "cache": sum(size for _, size, _ in own.touched) / gpu.cache,
-                "tensor": 2 * own.multiply_adds / gpu.flops[kind] / LIBRARY_REACHED,
+                "tensor": 2 * own.multiply_adds / gpu.flops[FACTORS[kind]] / LIBRARY_REACHED,
             }
             total += Time.of(terms, {"bytes": moved, "tensor": own.multiply_adds})
     return total
 
 
 def needed(shapes: Sequence[Shape], kind: str) -> float:
-    """Return the multiply-adds that S v needs: with bfloat16 rows, two products each."""
-    parts = 2 if kind == "bf16" else 1
-    return sum(parts * 2 * own.N * own.D * own.M * (2 if own.clouds else 1) for own in shapes)
+    """Return the multiply-adds that S v needs, with as many products as our arithmetic takes."""
+    return sum(PRODUCTS[kind] * 2 * own.N * own.D * own.M * (2 if own.clouds else 1) for own in shapes)
 
 
 def summed(times: Iterable[tuple[str, Time]]) -> Time:
@@ -280,7 +295,7 @@ def comparison(record: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(head)} | before / after | unfused / after |", "|---|---|---|--:|--:|--:|---|--:|--:|--:|"]
     for network, shapes in NETWORKS.items():
         for name, gpu in GPUS.items():
-            for kind in SIZES:
+            for kind in kinds_of(gpu):
                 before, after = (summed(fused(record[when], network, gpu, kind)) for when in ("before", "after"))
                 other = unfused(shapes, gpu, kind)
                 emitted = f"{after.work['tensor'] / needed(shapes, kind):.2f}" if after.work["tensor"] else ""
@@ -304,7 +319,7 @@ def conclusion(record: dict[str, Any]) -> str:
     against: dict[str, list[float]] = {}
     for network, shapes in NETWORKS.items():
         for name, gpu in GPUS.items():
-            for kind in SIZES:
+            for kind in kinds_of(gpu):
                 before, after = (summed(fused(record[when], network, gpu, kind)) for when in ("before", "after"))
                 vendor = "NVIDIA's GPUs" if gpu.target.startswith("sm") else name
                 found = gains.setdefault((kind, vendor), [])
@@ -333,7 +348,7 @@ def details(record: dict[str, Any]) -> str:
     for network, shapes in NETWORKS.items():
         lines.append([network, *[""] * (len(head) - 1)])
         for name, gpu in GPUS.items():
-            for kind in SIZES:
+            for kind in kinds_of(gpu):
                 launches = fused(record["after"], network, gpu, kind)
                 parts = {kernel: summed(own for own in launches if own[0] == kernel) for kernel, _ in launches}
                 phase = eigen_phase(summed(launches), partial(lanczos_step, gpu, shapes))

@@ -1,33 +1,38 @@
-"""Rows as tensor cores want them: aligned, and loaded in whole vectors. Other rows are copied first, chunk by chunk.
+"""Rows as tensor cores want them: in bfloat16 planes, aligned, and loaded in whole vectors.
 
-The kernels for single multiplications (IEEE products) take rows of any alignment. On tensor cores, tiles of such rows
-would cross registers and shared memory entry by entry, with two barriers each. Copies that stay in the cache cost less,
-and a solver makes them once: see `s3d_fast.operators.aligned`.
+Rows that are not stored like that are copied first, chunk by chunk. Copies that stay in the cache cost little, but a
+solver makes them once: see `prepared`, and `s3d_fast.operators.prepared`. The kernels for IEEE products take rows of
+any alignment as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from s3d_fast.base.padding import MULTIPLE, is_padded, padded_size, with_padding
+from s3d_fast.base.padding import MULTIPLE, is_padded, padded_size, with_padding, without_padding
+from s3d_fast.kernels.launch import Launch, on_device
 from s3d_fast.kernels.options import TritonOptions
+from s3d_fast.kernels.products import row_storage, split_launch
 
 # A chunk has at least this many rows, so that launches have something to do.
 LEAST_ROWS = 1024
+# An attribute of rows that a solver prepared: their planes.
+_PLANES = "_s3d_fast_planes"
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """Return whether whole vectors of these matrices can be loaded.
+    """Return whether whole vectors of these rows, their last axis, can be loaded.
 
     Addresses and strides are multiples of 16, rows are contiguous, and so are widths, unless zeros follow.
     """
     return all(
-        tensor.stride(1) == 1
-        and all(number % MULTIPLE == 0 for number in (tensor.data_ptr(), tensor.stride(0)))
-        and (tensor.shape[1] % MULTIPLE == 0 or is_padded(tensor))
+        tensor.stride(-1) == 1
+        and all(number % MULTIPLE == 0 for number in (tensor.data_ptr(), *tensor.stride()[:-1]))
+        and (tensor.shape[-1] % MULTIPLE == 0 or is_padded(tensor))
         for tensor in tensors
     )
 
@@ -41,9 +46,62 @@ def is_whole(X: Tensor, coefficients: Sequence[Tensor], vectors: int) -> bool:
     return is_aligned(X, *coefficients) and (vectors == M or M % MULTIPLE == 0)
 
 
-def aligned(form: str, X: Tensor) -> Tensor:  # (N, D)
-    """Return X, or a copy that is aligned if products have this form."""
-    return X if form == "ieee" or is_aligned(X) else with_padding(X)
+def aligned(form: str, C: Tensor) -> Tensor:  # (N, M)
+    """Return coefficients, or a copy that is aligned if products have this form."""
+    return C if form == "ieee" or is_aligned(C) else with_padding(C)
+
+
+def ready_planes(form: str, X: Tensor) -> Tensor | None:  # (..., D) -> (planes, N, D)
+    """Return rows as products of this form read them, if they are there: as they are, or planes that they carry."""
+    rows, storage = X.flatten(0, -2), row_storage(form, X.dtype)
+    if form == "ieee":
+        return rows[None]
+    if storage == (1, X.dtype):
+        return rows[None] if is_aligned(rows) else None
+    known = getattr(X, _PLANES, None)
+    return known if known is not None and len(known) == storage[0] else None
+
+
+def in_planes(form: str, X: Tensor) -> Tensor:  # (..., D) -> (planes, N, D)
+    """Return rows as products of this form read them, copied if they must be."""
+    known = ready_planes(form, X)
+    if known is not None:
+        return known
+    rows = X.flatten(0, -2)
+    if row_storage(form, X.dtype) == (1, X.dtype):
+        return with_padding(rows)[None]
+    launch, planes = split_rows(form, rows)
+    with on_device(X):
+        launch.run()
+    return planes
+
+
+def split_rows(form: str, X: Tensor) -> tuple[Launch, Tensor]:  # (N, D)
+    """Return the launch that writes the planes of rows, and the planes (planes, N, D), which zeros follow."""
+    storage, columns = row_storage(form, X.dtype), range(X.shape[1])
+    launch, planes = split_launch(X, form, storage, False, columns, name="split, rows")
+    return launch, without_padding(planes, X.shape[1])
+
+
+def prepared_bytes(form: str, X: Tensor, is_multiplied: bool) -> int:
+    """Return the memory that `prepared` takes; float64 rows stay as they are."""
+    if X.dtype == torch.float64:
+        return 0
+    count, dtype = row_storage(form, X.dtype) if is_multiplied else (1, X.dtype)
+    is_ready = is_aligned(X) if (count, dtype) == (1, X.dtype) else ready_planes(form, X) is not None
+    return 0 if is_ready else count * dtype.itemsize * (X.numel() // X.shape[-1]) * padded_size(X.shape[-1])
+
+
+def prepared(form: str, X: Tensor, is_multiplied: bool) -> Tensor:
+    """Return X with what products of this form would else make every time: planes of rows that they multiply, zeros."""
+    if prepared_bytes(form, X, is_multiplied) == 0:
+        return X
+    if not is_multiplied or row_storage(form, X.dtype) == (1, X.dtype):
+        return with_padding(X)
+    # The planes live as long as this tensor, which shares the memory of X.
+    own = X.view_as(X)
+    setattr(own, _PLANES, in_planes(form, X))
+    return own
 
 
 def by_aligned_rows(
@@ -54,23 +112,26 @@ def by_aligned_rows(
     options: TritonOptions,
     product: Callable[[Tensor, Sequence[Tensor], Tensor], Tensor],
 ) -> Tensor:
-    """Return product(X, coefficients, V), a sum over rows with the shape of V, from aligned X and coefficients.
+    """Return product(X in planes, coefficients, V), a sum over rows with the shape of V, all rows aligned.
 
     Several vectors per filter share its column of the coefficients. The number of columns is then made a multiple of
     16, so that the columns of the second vectors begin at one, too.
     """
-    F, M = len(V), coefficients[0].shape[1]
-    if form == "ieee" or is_whole(X, coefficients, F):
-        return product(X, coefficients, V)
+    F, M, known = len(V), coefficients[0].shape[1], ready_planes(form, X)
+    if known is not None and (form == "ieee" or is_whole(known, coefficients, F)):
+        return product(known, coefficients, V)
     extra = 0 if F == M else padded_size(M) - M
     if extra:
         V = pad(V.view(-1, M, V.shape[1]), (0, 0, 0, extra)).flatten(0, 1)
-    bytes_per_row = sum(padded_size(own.shape[1]) * own.itemsize for own in (X, *coefficients))
-    rows = max(LEAST_ROWS, options.scratch_bytes // bytes_per_row)
+    count, dtype = row_storage(form, X.dtype)
+    sizes = [count * dtype.itemsize * padded_size(X.shape[1])]
+    sizes += [own.itemsize * padded_size(own.shape[1]) for own in coefficients]
+    rows = max(LEAST_ROWS, options.scratch_bytes // sum(sizes))
+    parts = X.split(rows) if known is None else known.split(rows, 1)
     total = None
-    for x, *own in zip(X.split(rows), *(C.split(rows) for C in coefficients), strict=True):
+    for x, *own in zip(parts, *(C.split(rows) for C in coefficients), strict=True):
         copies = [pad(c, (0, extra)) if extra else aligned(form, c) for c in own]
-        part = product(aligned(form, x), copies, V)
+        part = product(in_planes(form, x) if known is None else x, copies, V)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total.view(-1, M + extra, V.shape[1])[:, :M].reshape(F, -1) if extra else total

@@ -29,8 +29,8 @@ from s3d_fast.kernels.launch import Launch
 CHECKED = ("fp32", "bf16", "fp16", "fp32 high")
 EVERYTHING = (*CHECKED, "fp64", "fp32 medium", "bf16 medium", "fp16 medium")
 # The most barriers in a pass of a main loop. On B200 all warps wait before and after every product, which another unit
-# computes.
-MOST_BARRIERS, MOST_BARRIERS_TENSOR_MEMORY = 4, 20
+# computes, and a pass has up to twelve products.
+MOST_BARRIERS, MOST_BARRIERS_TENSOR_MEMORY = 4, 40
 # The most tensor-core work in a pass of a main loop, over what its tile needs.
 MOST_OVERHEAD = 1.1
 

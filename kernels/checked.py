@@ -27,11 +27,11 @@ from s3d_fast.kernels import (
     tiles,
     tridiagonal,
 )
-from s3d_fast.kernels.aligned import aligned
+from s3d_fast.kernels.aligned import aligned, split_rows
 from s3d_fast.kernels.compiled import Target
 from s3d_fast.kernels.launch import Launch
-from s3d_fast.kernels.options import TritonOptions, triton_options
-from s3d_fast.kernels.products import product_form
+from s3d_fast.kernels.options import TritonOptions
+from s3d_fast.kernels.products import product_form, row_storage
 from s3d_fast.maths.activations import activation, activation_names
 from s3d_fast.maths.incoming import Incoming
 from s3d_fast.maths.reference import DepthwiseStage, EdgeTies, KrylovState, Widening
@@ -66,6 +66,7 @@ class CheckedLaunches:
                 yield launch
 
     def _all(self) -> Iterator[Launch]:
+        yield from self.split_rows()
         yield from self.biased()
         for is_general in (False, True):
             suffix = ", general" * is_general
@@ -82,18 +83,33 @@ class CheckedLaunches:
     def numbers(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.number, device="meta")
 
+    def planes(self, N: int, D: int) -> Tensor:
+        """Return rows as products read them: (planes, N, D)."""
+        X = self.rows(N, D)
+        return aligned(self.form, X)[None] if self.reads_rows_as_stored else split_rows(self.form, X)[1]
+
+    @property
+    def reads_rows_as_stored(self) -> bool:
+        return row_storage(self.form, self.stored) == (1, self.stored)
+
     def layer(self, D: int, filters: int, is_general: bool, N: int = MANY_ROWS) -> tuple[Tensor, Tensor, Tensor, bool]:
         """Return X, C, V and whether there is a bias; the general variant is a bit narrower."""
         if not is_general:
-            return self.rows(N, D), self.rows(N, filters), self.numbers(filters, D), False
-        X, C, V = self.rows(N, D - ODD), self.rows(N, filters - ODD), self.numbers(filters - ODD, D - ODD + 1)
-        return aligned(self.form, X), aligned(self.form, C), V, True
+            return self.planes(N, D), self.rows(N, filters), self.numbers(filters, D), False
+        C, V = self.rows(N, filters - ODD), self.numbers(filters - ODD, D - ODD + 1)
+        return self.planes(N, D - ODD), aligned(self.form, C), V, True
+
+    def split_rows(self) -> Iterator[Launch]:
+        """Yield the launches that write rows as planes."""
+        for D in () if self.reads_rows_as_stored else (64, 64 - ODD):
+            launch, _ = split_rows(self.form, self.rows(MANY_ROWS, D))
+            yield replace(launch, name=launch.name + ", general" * (D != 64))
 
     def biased(self) -> Iterator[Launch]:
         """Yield the launches of aligned layers with a bias, and with two vectors per filter."""
         for D, vectors in ((64, 1), (WIDE, 1), (64, 2), (WIDE, 2)):
-            X, C = self.rows(MANY_ROWS, D), self.rows(MANY_ROWS, MANY_FILTERS)
-            layer = X, C, self.numbers(vectors * MANY_FILTERS, D + 1), True
+            X, C = self.planes(MANY_ROWS, D), self.rows(MANY_ROWS, MANY_FILTERS)
+            layer = X, C, self.numbers(vectors * MANY_FILTERS, D + 1), True, self.form
             found = configs.pointwise(self.device, self.form, self.stored, D, MANY_FILTERS, bias=True)
             pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
             if found:
@@ -112,13 +128,13 @@ class CheckedLaunches:
                     layer = self.layer(width, filters, is_general)
                     for atomic in (False, True) if filters == MANY_FILTERS and not is_general else (False,):
                         options = replace(self.options, atomic=atomic)
-                        yield from pointwise.plan(*layer, self.device, options, config).launches
+                        yield from pointwise.plan(*layer, self.form, self.device, options, config).launches
 
     def wide(self, is_general: bool) -> Iterator[Launch]:
         for N in (MANY_ROWS, tiles.FEW_ROWS):
             pair = configs.wide(self.device, self.form, self.stored, N)[0]
             layer = self.layer(WIDE, MANY_FILTERS, is_general, N)
-            yield from pointwise_wide.plan(*layer, self.device, self.options, pair).launches
+            yield from pointwise_wide.plan(*layer, self.form, self.device, self.options, pair).launches
 
     def gated(self, is_general: bool) -> Iterator[Launch]:
         for width in (*tiles.WIDTHS, WIDE):
@@ -127,31 +143,31 @@ class CheckedLaunches:
             coefficients = (C, C, C if is_general else None)
             found = configs.gated(self.device, self.form, self.stored, width, MANY_FILTERS, is_general)
             if found:
-                plan = gated.plan(X, coefficients, vectors, bias, self.device, self.options, found[0])
+                plan = gated.plan(X, coefficients, vectors, bias, self.form, self.device, found[0])
             else:
                 pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
-                plan = gated.wide_plan(X, coefficients, vectors, bias, self.device, self.options, pair)
+                plan = gated.wide_plan(X, coefficients, vectors, bias, self.form, self.device, self.options, pair)
             yield from plan.launches
             for filters in FEWER_FILTERS:
                 X, C, V, bias = self.layer(width, filters, is_general)
                 vectors = self.numbers(len(V), 2 * V.shape[1])
                 coefficients = (C, C, C if is_general else None)
                 for own in configs.gated(self.device, self.form, self.stored, width, filters, is_general)[:1]:
-                    yield from gated.plan(X, coefficients, vectors, bias, self.device, self.options, own).launches
+                    yield from gated.plan(X, coefficients, vectors, bias, self.form, self.device, own).launches
 
     def edgeconv(self, is_general: bool) -> Iterator[Launch]:
         pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
         for F in (16, 128):
             X, C, V, bias = self.layer(F, MANY_FILTERS, is_general)
-            clouds, points = 16, len(X) // 16
+            clouds, points = 16, len(C) // 16
             winner = torch.empty(clouds, points, C.shape[1], dtype=torch.int32, device="meta")
             incoming = Incoming(winner, winner, winner.new_empty(clouds, points + 1, C.shape[1]))
             c = C.unflatten(0, (clouds, points))
             slope = c if is_general else None
             for atomic, ties in ((False, None), (True, None), (False, EdgeTies(winner, c, slope, slope, incoming))):
                 yield from edgeconv.plan(
-                    X.unflatten(0, (clouds, points)), incoming, c, self.numbers(len(V), 2 * X.shape[1] + bias), bias,
-                    ties, self.device, replace(self.options, atomic=atomic), pair,
+                    X, incoming, c, self.numbers(len(V), 2 * X.shape[2] + bias), bias, ties, self.form, self.device,
+                    replace(self.options, atomic=atomic), pair,
                 ).launches  # fmt: skip
 
     def grouped(self, is_general: bool) -> Iterator[Launch]:
@@ -161,13 +177,10 @@ class CheckedLaunches:
         for own, filters in ((default, MANY_FILTERS), (few, tiles.FEW_FILTERS)):
             if filters != MANY_FILTERS and own == default:
                 continue
-            layers = [
-                grouped.Member(*self.layer(width, filters, is_general)) for width in tiles.WIDTHS[: len(own.tiles)]
-            ]
-            vectors = [layer.V for layer in layers]
-            with triton_options(precision=self.options.precision):
-                table = grouped.make_table(layers, vectors, own, self.device)
-            for launch in grouped.plan(layers, vectors, table, self.device, self.options, own).launches:
+            widths = tiles.WIDTHS[: len(own.tiles)]
+            layers = [grouped.Layer(*self.layer(width, filters, is_general)) for width in widths]
+            table = grouped.make_table(layers, self.form, own, self.device)
+            for launch in grouped.plan(layers, table, self.form, self.device, own).launches:
                 is_few = launch.name == "grouped" and filters != MANY_FILTERS
                 yield replace(launch, name=launch.name + ", few filters" * is_few)
 
@@ -178,8 +191,9 @@ class CheckedLaunches:
         stage = DepthwiseStage(stride=(2, 2), padding=(1, 1))
         pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
         yield from depthwise.plan(
-            X, [maps, halved], [maps], [self.rows(filters, 3, 3)], [stage], V, bias, self.device, self.options, pair
-        ).launches
+            X, [maps, halved], [maps], [self.rows(filters, 3, 3)], [stage], V, bias, self.form, self.device,
+            self.options, pair,
+        ).launches  # fmt: skip
 
     def curvature(self) -> Iterator[Launch]:
         entries = self.rows(64, 32, 7)

@@ -10,7 +10,7 @@ import torch
 
 from s3d_fast.kernels import tiles
 from s3d_fast.kernels.device import Device
-from s3d_fast.kernels.products import plane_storage
+from s3d_fast.kernels.products import factor_storage, row_storage
 from s3d_fast.kernels.tiles import Config, GroupedConfig, Tiles
 
 AMD_SHARED_MEMORY = 65536
@@ -19,16 +19,13 @@ AMD_SHARED_MEMORY = 65536
 def arithmetic(form: str, stored: torch.dtype) -> str:
     """Return the kind of arithmetic, which selects the table of configurations.
 
-    "fp64"; "fp32" (IEEE); "bf16" (bfloat16 products); "tf32"; "tf32x3"; or "widened" (16-bit rows as 32 bits, which
-    need twice the space).
+    "fp64"; "fp32" (IEEE); "bf16" (rows in one bfloat16 plane); "bf16x3" (in two planes); "bf16x6" (in three).
     """
     if stored == torch.float64:
         return "fp64"
-    if form in ("split", "rounded"):
-        return "bf16"
-    if stored == torch.float16:
-        return "widened"
-    return "fp32" if form == "ieee" else form
+    if form == "ieee":
+        return "fp32"
+    return "bf16" if row_storage(form, stored)[0] == 1 else form
 
 
 Table = dict[tuple[str, str], Any]
@@ -66,7 +63,7 @@ def pointwise(
 def gated(device: Device, form: str, stored: torch.dtype, width: int, filters: int, bias: bool = False) -> list[Config]:
     """Return the configurations for gated units that fit the device, the default one first; none if too wide."""
     found = _tiles(_entry(tiles.GATED, device, arithmetic(form, stored)), device, form, width, filters)
-    if bias and device.family == "nvidia" and form in ("split", "rounded"):
+    if bias and device.family == "nvidia" and form != "ieee":
         # Two tiles of U are summed in registers, too.
         found = [own for own in found if own.depth < 128]
     return [own for own in found if fused_memory(own, device, form, stored, 2) <= device.shared_memory]
@@ -120,26 +117,28 @@ def _bound(device: Device, kept: Sequence[int], buffered: Sequence[int], stages:
     return min(bound, AMD_SHARED_MEMORY) if device.vendor == "amd" else bound
 
 
-def _copies(tile: int, device: Device, form: str, stored: torch.dtype) -> int:
-    """Return the size of a tile of rows that is copied on its way to tensor cores: widened, transposed or in parts."""
-    if form in ("split", "rounded", "ieee") and not (form == "ieee" and stored.itemsize == 2):
-        return 0
-    if stored.itemsize == 2:
-        return 4 * tile
-    return (2 if form == "tf32x3" else 1) * 4 * tile if device.has_wgmma or device.has_tensor_memory else 0
+def _sizes(form: str, stored: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of an entry of the rows, and of the other factor, in all planes."""
+    number = torch.float64 if stored == torch.float64 else torch.float32
+    (rows, row_dtype), (factors, factor_dtype) = row_storage(form, stored), factor_storage(form, number)
+    return rows * row_dtype.itemsize, factors * factor_dtype.itemsize
+
+
+def _widened(tile: int, form: str, stored: torch.dtype) -> int:
+    """Return the size of a tile of 16-bit rows that is widened on its way to IEEE products."""
+    return 4 * tile if form == "ieee" and stored.itemsize == 2 else 0
 
 
 def fused_memory(config: Config, device: Device, form: str, stored: torch.dtype, halves: int) -> int:
     """Return an upper bound on the shared memory of a fused kernel; gated units have two halves."""
-    BN, BM, BD, size = config.rows, config.filters, config.depth, stored.itemsize
-    planes, dtype = plane_storage(form, stored)
-    vectors = halves * planes * BM * BD * dtype.itemsize
-    # The product while it becomes an operand, in as many parts as it has.
-    stays = config.turned and dtype.itemsize == 2 and not device.has_tensor_memory
-    moved = 0 if stays else 2 * halves * planes * BN * BM * max(4, size)
-    coefficients = (1 if halves == 1 else 3) * BN * BM * size
-    copies = 2 * _copies(BN * BD, device, form, stored)
-    return _bound(device, [vectors, moved, copies], [BN * BD * size, coefficients], config.stages)
+    BN, BM, BD = config.rows, config.filters, config.depth
+    row, factor = _sizes(form, stored)
+    # The product while it becomes an operand, in as many planes as it has.
+    stays = config.turned and form != "ieee" and not device.has_tensor_memory
+    moved = 0 if stays else 2 * halves * BN * BM * max(4, factor)
+    coefficients = (1 if halves == 1 else 3) * BN * BM * stored.itemsize
+    kept = [halves * BM * BD * factor, moved, 2 * _widened(BN * BD, form, stored)]
+    return _bound(device, kept, [BN * BD * row, coefficients], config.stages)
 
 
 def grouped_memory(config: GroupedConfig, device: Device, form: str, stored: torch.dtype) -> int:
@@ -150,8 +149,7 @@ def grouped_memory(config: GroupedConfig, device: Device, form: str, stored: tor
 def wide_memory(config: Config, device: Device, form: str, stored: torch.dtype) -> int:
     """Return an upper bound on the shared memory of a program of either kernel."""
     rows, filters, depth = config.rows, config.filters, config.depth
-    planes, dtype = plane_storage(form, stored)
-    factor = planes * filters * depth * dtype.itemsize
-    copies = [_copies(depth * rows, device, form, stored)]
+    row, factor = _sizes(form, stored)
     epilogue = rows * filters * max(4, stored.itemsize)
-    return _bound(device, copies, [rows * depth * stored.itemsize, factor], config.stages, epilogue)
+    buffered = [rows * depth * row, filters * depth * factor]
+    return _bound(device, [_widened(depth * rows, form, stored)], buffered, config.stages, epilogue)

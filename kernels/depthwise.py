@@ -16,19 +16,24 @@ from torch import Tensor
 
 from s3d_fast.base.padding import padded_size
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.aligned import aligned, is_aligned
+from s3d_fast.kernels.aligned import in_planes, is_aligned
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.pointwise_wide import (
     accumulate_launches,
     product_memory,
-    product_storage,
     project_launch,
     slices_of,
-    store_product,
 )
-from s3d_fast.kernels.products import is_by_single_multiplications, product_form, split_launch
+from s3d_fast.kernels.products import (
+    current_form,
+    factor_planes,
+    factor_storage,
+    is_by_single_multiplications,
+    split_launch,
+    store_planes,
+)
 from s3d_fast.kernels.tiles import Config
 from s3d_fast.maths.reference import DepthwiseStage
 
@@ -137,7 +142,7 @@ def stage_back_kernel(
     total *= tl.load(slopes + own, mask=inside, other=0.0).to(number)
     r = tl.load(maps + place * m_row + f[None, :], mask=inside, other=0.0)
     total += tl.load(C + own, mask=inside, other=0.0).to(number) * r
-    store_product(out, plane, place * m_row + f[None, :], total, inside, FORM)
+    store_planes(out, plane, place * m_row + f[None, :], total, inside, factor_planes(FORM), FORM)
 
 
 STAGE_POSITIONS, STAGE_FILTERS, STAGE_WARPS = (64, 64, 4) if INTERPRETED else (16, 64, 4)
@@ -149,30 +154,30 @@ def supports(X: Tensor, C: Sequence[Tensor]) -> bool:
 
 
 def plan(
-    X: Tensor,
+    X: Tensor,  # (planes, N, D)
     C: Sequence[Tensor],
     d: Sequence[Tensor],
     weight: Sequence[Tensor],
     stages: Sequence[DepthwiseStage],
-    V: Tensor,
+    V: Tensor,  # (F, D (+ 1)), contiguous
     bias: bool,
+    form: str,
     device: Device,
     options: TritonOptions,
     pair: tuple[Config, Config],
 ) -> Plan:
-    """Return the launches for contiguous vectors V (F, D (+ 1)), chunk of images by chunk."""
-    D, F, M = X.shape[1], len(V), C[0].shape[3]
-    form = product_form(X.dtype, options.arithmetic, device)
+    """Return the launches, chunk of images by chunk."""
+    D, F, M = X.shape[2], len(V), C[0].shape[3]
     project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
-    far = launch.is_far((256, max(D, F)), X.stride())
-    split, parts = split_launch(V, form, X.dtype, is_by_single_multiplications(form, device), range(D))
-    count, dtype = product_storage(form, X.dtype)
+    far = launch.is_far((256, max(D, F)), X.stride()[1:])
+    count, dtype = factor_storage(form, V.dtype)
+    split, parts = split_launch(V, form, (count, dtype), is_by_single_multiplications(form, device), range(D))
     images, m_row = C[0].shape[0], padded_size(F)
     sizes = [own.shape[1] * own.shape[2] for own in C]
     per_image = m_row * (V.itemsize * sum(sizes) + count * dtype.itemsize * sizes[0])
     chunk = min(images, max(1, options.scratch_bytes // per_image))
     maps = [V.new_empty(chunk * size, m_row) for size in sizes]
-    U = product_memory(X, form, chunk * sizes[0], F)
+    U = product_memory(form, chunk * sizes[0], F, V)
     per_slice, slices = slices_of(X, chunk * sizes[0], F, accumulate, device)
     out = V.new_empty(slices, *V.shape)
     flat = [[own.reshape(-1, M).contiguous() for own in lists] for lists in (C, d)]
@@ -238,13 +243,13 @@ def depthwise_matvec(
     if V.numel() == 0:
         return torch.zeros_like(V)
     vectors, options, device = V.reshape(-1, V.shape[-1]).contiguous(), current(), describe(X.device)
-    form = product_form(X.dtype, options.arithmetic, device)
-    X = aligned(form, X)
+    form = current_form(X)
+    rows = in_planes(form, X)
     candidates = configs.wide(device, form, X.dtype, len(X))
-    shapes = (X.shape[1], len(vectors), bias, X.stride(), *(tuple(own.shape) for own in (*C, *weight)))
-    key = ("depthwise", X.device, X.dtype, form, is_aligned(X), *shapes)
+    shapes = (X.shape[1], len(vectors), bias, rows.stride(), *(tuple(own.shape) for own in (*C, *weight)))
+    key = ("depthwise", X.device, X.dtype, form, is_aligned(rows), *shapes)
     with launch.on_device(X):
         result = launch.choose(
-            key, candidates, lambda pair: plan(X, C, d, weight, stages, vectors, bias, device, options, pair)
+            key, candidates, lambda pair: plan(rows, C, d, weight, stages, vectors, bias, form, device, options, pair)
         )
     return result.view(V.shape)

@@ -19,7 +19,7 @@ class Device:
     vendor: str  # "nvidia", "amd" or "interpreter"
     processors: int
     shared_memory: int  # bytes available to one program
-    has_tf32: bool  # whether its tensor cores support TF32
+    has_bf16: bool  # whether its tensor cores multiply bfloat16 numbers faster than others do float32 ones
     has_wgmma: bool = False  # whether four warps multiply together, from shared memory (H100)
     has_tensor_memory: bool = False  # whether tensor cores sum in a memory of their own (B200)
 

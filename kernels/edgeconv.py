@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.aligned import aligned, is_aligned
+from s3d_fast.kernels.aligned import in_planes, is_aligned
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
@@ -28,13 +28,15 @@ from s3d_fast.kernels.pointwise_wide import (
     product_memory,
     rows_product,
     slices_of,
-    store_product,
 )
 from s3d_fast.kernels.products import (
     PRODUCTS,
+    current_form,
+    factor_planes,
+    factor_storage,
     is_by_single_multiplications,
-    product_form,
     split_launch,
+    store_planes,
 )
 from s3d_fast.kernels.tiles import Config
 from s3d_fast.maths.incoming import Incoming
@@ -43,9 +45,9 @@ from s3d_fast.maths.reference import EdgeTies
 
 @triton.jit
 def point_products_kernel(
-    X,  # (R, F), the rows of all points
+    X,  # (planes, R, F), the rows of all points
     V,  # (L, 2 F (+ 1)) with L = K M
-    planes,  # (planes, L, pitch), the parts of A (launch 1) or B - A (launch 2); if ACROSS, (planes, F, pitch)
+    planes,  # (planes, L, pitch), those of A (launch 1) or B - A (launch 2); if ACROSS, (planes, F, pitch)
     products,  # (R, L): P, written by launch 1 and read by launch 2
     C,  # (R, M)
     winner,  # (R, M), int32
@@ -61,6 +63,7 @@ def point_products_kernel(
     L,
     M,
     points,  # per cloud
+    x_plane,
     x_row,
     x_column,
     c_row,
@@ -91,7 +94,7 @@ def point_products_kernel(
     f = first_filter + own
     total = rows_product(
         X + row * x_row, planes + first_filter.to(tl.int64) * (1 if ACROSS else pitch), R - row, L - first_filter, F,
-        x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK,
+        x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK,
     )  # fmt: skip
     inside_n, inside_f = r < R - row, f < L
     inside = inside_n[:, None] & inside_f[None, :]
@@ -212,8 +215,8 @@ def receive_kernel(
             )
     sent = tl.load(t + places, mask=inside, other=0.0)
     where = n[:, None] * u_row + f[None, :]
-    store_product(U, u_plane, where, total - sent, inside, FORM)
-    store_product(U, u_plane, where + L, sent, inside, FORM)
+    store_planes(U, u_plane, where, total - sent, inside, factor_planes(FORM), FORM)
+    store_planes(U, u_plane, where + L, sent, inside, factor_planes(FORM), FORM)
 
 
 # Few points per tile: a tile takes as long as its point with the most edges.
@@ -221,42 +224,42 @@ RECEIVE_ROWS, RECEIVE_FILTERS, RECEIVE_WARPS = 256 if INTERPRETED else 8, 32, 1
 
 
 def plan(
-    X: Tensor,  # (clouds, points, F)
+    X: Tensor,  # (planes, clouds points, F)
     incoming: Incoming,
     C: Tensor,  # (clouds, points, M)
     V: Tensor,  # (L, 2 F (+ 1))
     bias: bool,
     ties: EdgeTies | None,
+    form: str,
     device: Device,
     options: TritonOptions,
     pair: tuple[Config, Config],
 ) -> Plan:
     """Return the launches for contiguous vectors."""
-    (clouds, points, F), M, L = X.shape, C.shape[2], len(V)
-    R, K = clouds * points, 1 if L == M else 2
-    form = product_form(X.dtype, options.arithmetic, device)
+    (_, R, F), (_, points, M), L = X.shape, C.shape, len(V)
+    K, storage = 1 if L == M else 2, factor_storage(form, V.dtype)
     product, sums = pair[0].for_gathers(), (pair[1].for_bias(form) if bias else pair[1]).for_inputs(F)
     across = is_by_single_multiplications(form, device)
-    rows, coefficients = X.reshape(R, F), C.reshape(R, M)
+    coefficients = C.reshape(R, M)
     runners = incoming if ties is None or ties.incoming is None else ties.incoming
     given = [] if ties is None else [ties.K, *(own for own in (ties.d1, ties.d2) if own is not None)]
     # K, d1 and d2; what is missing is not read.
     tie = ([own.reshape(R, M).contiguous() for own in given] + [coefficients] * 3)[:3]
-    far = any(launch.is_far((256, max(2 * F, L)), tensor.stride()) for tensor in (rows, coefficients))
-    first, a_planes = split_launch(V, form, X.dtype, across, range(F))
-    second, difference = split_launch(V, form, X.dtype, across, range(F, 2 * F), less=F)
+    far = any(launch.is_far((256, max(2 * F, L)), tensor.stride()[-2:]) for tensor in (X, coefficients))
+    first, a_planes = split_launch(V, form, storage, across, range(F))
+    second, difference = split_launch(V, form, storage, across, range(F, 2 * F), less=F)
     products, t = V.new_empty(2, R, L)
     received = V.new_zeros(R, L) if options.atomic else t
     back = t if ties is None else torch.empty_like(t)
     launches = [first, second]
     for is_second, planes in enumerate((a_planes, difference)):
         arguments = dict(
-            X=rows, V=V, planes=planes, products=products, C=coefficients, winner=incoming.winner, t=t,
+            X=X, V=V, planes=planes, products=products, C=coefficients, winner=incoming.winner, t=t,
             received=received, runner=runners.winner, tie=tie[0], d1=tie[1], d2=tie[2], back=back, R=R, F=F, L=L, M=M,
-            points=points, x_row=rows.stride(0), x_column=rows.stride(1), c_row=coefficients.stride(0),
+            points=points, x_plane=X.stride(0), x_row=X.stride(1), x_column=X.stride(2), c_row=coefficients.stride(0),
             c_column=coefficients.stride(1), v_row=V.stride(0), plane=planes.stride(0), pitch=planes.stride(1),
             EDGES=bool(is_second), TIES=ties is not None, SLOPES=len(given) > 1, BIAS=bias, ATOMIC=options.atomic, K=K,
-            WHOLE=is_aligned(rows), FORM=form, ACROSS=across, FAR=far, BN=product.rows, BM=product.filters,
+            WHOLE=is_aligned(X), FORM=form, ACROSS=across, FAR=far, BN=product.rows, BM=product.filters,
             BK=product.depth,
         )  # fmt: skip
         name = "edgeconv, " + (
@@ -270,7 +273,7 @@ def plan(
                 configs.compiler_options(device, product),
             )
         )  # fmt: skip
-    U = product_memory(rows, form, R, 2 * L)
+    U = product_memory(form, R, 2 * L, V)
     arguments = dict(
         t=t, order=incoming.order, start=incoming.start, back=back, runner_order=runners.order,
         runner_start=runners.start, received=received, U=U, R=R, L=L, M=M, points=points, u_plane=U.stride(0),
@@ -280,10 +283,10 @@ def plan(
     name = "edgeconv, receive" + ", atomic" * options.atomic + ", tied" * (ties is not None)
     grid = (triton.cdiv(L, RECEIVE_FILTERS) * triton.cdiv(R, RECEIVE_ROWS),)
     launches.append(Launch(name, receive_kernel, grid, arguments, RECEIVE_WARPS))
-    per_slice, slices = slices_of(rows, R, 2 * L, sums, device)
+    per_slice, slices = slices_of(X, R, 2 * L, sums, device)
     out = V.new_empty(slices, *V.shape)
     biased = range(L, 2 * L) if bias else range(0)
-    launches += accumulate_launches(rows, U, out, (0, R), 2 * L, F, biased, per_slice, form, far, sums, device)
+    launches += accumulate_launches(X, U, out, (0, R), 2 * L, F, biased, per_slice, form, far, sums, device)
     return launch.summed(launches, out)
 
 
@@ -299,13 +302,13 @@ def edgeconv_matvec(
         return torch.zeros_like(V)
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
     device = describe(X.device)
-    form = product_form(X.dtype, options.arithmetic, device)
-    X = aligned(form, X.flatten(0, 1)).view(clouds, points, F)
+    form = current_form(X)
+    rows = in_planes(form, X)
     candidates = configs.wide(device, form, X.dtype, clouds * points)
     shapes = (bias, ties is None, options.atomic, F, len(vectors), M, (clouds * points).bit_length())
-    key = ("edgeconv", X.device, X.dtype, form, is_aligned(X.flatten(0, 1)), *shapes)
+    key = ("edgeconv", X.device, X.dtype, form, is_aligned(rows), *shapes)
     with launch.on_device(X):
         result = launch.choose(
-            key, candidates, lambda pair: plan(X, incoming, C, vectors, bias, ties, device, options, pair)
+            key, candidates, lambda pair: plan(rows, incoming, C, vectors, bias, ties, form, device, options, pair)
         )
     return result.view(V.shape)

@@ -24,36 +24,40 @@ from s3d_fast.kernels.pointwise_wide import (
     product_memory,
     rows_product,
     slices_of,
-    store_product,
 )
 from s3d_fast.kernels.products import (
     PRODUCTS,
+    current_form,
+    factor_planes,
+    factor_storage,
     is_by_single_multiplications,
     load_planes,
+    planes_of,
     plus,
-    product_form,
+    product,
+    row_planes,
     split_launch,
-    stored_times,
-    times_rows,
-    times_stored,
+    store_planes,
+    transposed,
 )
 from s3d_fast.kernels.tiles import Config
 
 
 @triton.jit
 def gated_kernel(
-    X,  # (N, D)
+    X,  # (planes, N, D)
     c11,  # (N, M)
     c12,  # (N, M)
     c22,  # (N, M); not read unless FULL
     V,  # (F, 2 D), or (F, 2 (D + 1)) with bias; F = K M
-    a_planes,  # (planes, F, pitch), the parts of A; if ACROSS, (planes, D, pitch)
+    a_planes,  # (planes, F, pitch), those of A; if ACROSS, (planes, D, pitch)
     b_planes,
     out,  # (slices, F, 2 (D (+ 1)))
     N,
     D,
     F,
     M,
+    x_plane,
     x_row,
     x_column,
     c11_row,
@@ -99,8 +103,8 @@ def gated_kernel(
         # Rows of planes end in zeros.
         v_tile, inside_v = own[:, None] * pitch + d[None, :], inside_f[:, None] & (d < pitch)[None, :]
         start = first_filter.to(tl.int64) * pitch
-    a, a_low = load_planes(a_planes + start, plane, v_tile, inside_v, FORM)
-    b, b_low = load_planes(b_planes + start, plane, v_tile, inside_v, FORM)
+    a = load_planes(a_planes + start, plane, v_tile, inside_v, factor_planes(FORM))
+    b = load_planes(b_planes + start, plane, v_tile, inside_v, factor_planes(FORM))
     column = f if K == 1 else f % M
     x_tile = tile_offsets(r, x_row, d, x_column, FAR)
     c11_tile = tile_offsets(r, c11_row, column, c11_column, FAR)
@@ -116,20 +120,21 @@ def gated_kernel(
     for begin in range(first, last, BN):
         inside_n = r < last - begin
         inside = inside_n[:, None] & inside_c[None, :]
-        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_x[None, :], other=0.0)
+        within = inside_n[:, None] & inside_x[None, :]
+        x = load_planes(X + begin * x_row, x_plane, x_tile, within, row_planes(FORM))
         own_a = tl.load(c11 + begin * c11_row + c11_tile, mask=inside, other=0.0)
         mixed = tl.load(c12 + begin * c12_row + c12_tile, mask=inside, other=0.0)
         own_b = mixed
         if FULL:
             own_b = tl.load(c22 + begin * c22_row + c22_tile, mask=inside, other=0.0)
         if ACROSS:
-            p = stored_times(x, a, a_low, tl.zeros((BN, BM), number), FORM)
-            q = stored_times(x, b, b_low, tl.zeros((BN, BM), number), FORM)
+            p = product(x, a, tl.zeros((BN, BM), number), FORM)
+            q = product(x, b, tl.zeros((BN, BM), number), FORM)
         else:
-            p = times_stored(a, a_low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
-            q = times_stored(b, b_low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
+            p = product(a, transposed(x), tl.zeros((BM, BN), number), FORM)
+            q = product(b, transposed(x), tl.zeros((BM, BN), number), FORM)
             if one is not None:
-                scale = (tl.zeros((), tl.float32) + one).to(x.dtype)
+                scale = (tl.zeros((), tl.float32) + one).to(mixed.dtype)
                 own_a, mixed, own_b = own_a * scale, mixed * scale, own_b * scale
             own_a, mixed, own_b = tl.trans(own_a), tl.trans(mixed), tl.trans(own_b)
         if BIAS:
@@ -144,8 +149,8 @@ def gated_kernel(
             b_ones += lower
         if ACROSS:
             upper, lower = tl.trans(upper), tl.trans(lower)
-        a_total = times_rows(upper, x, a_total, FORM)
-        b_total = times_rows(lower, x, b_total, FORM)
+        a_total = product(planes_of(upper, factor_planes(FORM), FORM), x, a_total, FORM)
+        b_total = product(planes_of(lower, factor_planes(FORM), FORM), x, b_total, FORM)
     out += (slice_index * F + first_filter) * (2 * half)
     places = own[:, None] * (2 * half) + d[None, :]
     inside_out = inside_f[:, None] & inside_d[None, :]
@@ -159,12 +164,12 @@ def gated_kernel(
 
 @triton.jit(do_not_specialize=["begin", "end"])
 def gated_project_kernel(
-    X,  # (N, D)
+    X,  # (planes, N, D)
     c11,  # (N, M)
     c12,  # (N, M)
     c22,  # (N, M); not read unless FULL
     V,  # (F, 2 (D (+ 1)))
-    a_planes,  # (planes, F, pitch), the parts of A; if ACROSS, (planes, D, pitch)
+    a_planes,  # (planes, F, pitch), those of A; if ACROSS, (planes, D, pitch)
     b_planes,
     U,  # (planes, chunk, u_row): both halves, one behind the other
     begin,
@@ -172,6 +177,7 @@ def gated_project_kernel(
     D,
     F,
     M,
+    x_plane,
     x_row,
     x_column,
     c11_row,
@@ -206,11 +212,13 @@ def gated_project_kernel(
     rows, filters = end - begin - row, F - first_filter
     X += (begin + row) * x_row
     p = rows_product(
-        X, a_planes + start, rows, filters, D, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK
-    )
+        X, a_planes + start, rows, filters, D, x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM,
+        BK,
+    )  # fmt: skip
     q = rows_product(
-        X, b_planes + start, rows, filters, D, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK
-    )
+        X, b_planes + start, rows, filters, D, x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM,
+        BK,
+    )  # fmt: skip
     inside = (r < rows)[:, None] & (own < filters)[None, :]
     if BIAS:
         bias = V + f.to(tl.int64) * v_row + D
@@ -222,12 +230,13 @@ def gated_project_kernel(
     first = tl.load(c11 + row * c11_row + tile_offsets(r, c11_row, column, c11_column, FAR), mask=inside, other=0.0)
     U += (row - begin) * u_row
     places = r[:, None] * u_row + f[None, :]
-    store_product(U, u_plane, places, first.to(p.dtype) * p + mixed.to(p.dtype) * q, inside, FORM)
+    upper = first.to(p.dtype) * p + mixed.to(p.dtype) * q
+    store_planes(U, u_plane, places, upper, inside, factor_planes(FORM), FORM)
     lower = mixed.to(p.dtype) * p
     if FULL:
         last = tl.load(c22 + row * c22_row + tile_offsets(r, c22_row, column, c22_column, FAR), mask=inside, other=0.0)
         lower += last.to(p.dtype) * q
-    store_product(U, u_plane, places + F, lower, inside, FORM)
+    store_planes(U, u_plane, places + F, lower, inside, factor_planes(FORM), FORM)
 
 
 Coefficients = tuple[Tensor, Tensor, Tensor | None]
@@ -235,28 +244,33 @@ Coefficients = tuple[Tensor, Tensor, Tensor | None]
 
 def _common(X: Tensor, c: Coefficients, V: Tensor, form: str, across: bool, bias: bool) -> tuple[list[Launch], dict]:
     """Return the launches that split both halves of the vectors, and the arguments that both kernels have."""
-    D, (c11, c12, c22) = X.shape[1], c
-    half = D + bias
-    first, a_planes = split_launch(V, form, X.dtype, across, range(D))
-    second, b_planes = split_launch(V, form, X.dtype, across, range(half, half + D))
+    D, (c11, c12, c22) = X.shape[2], c
+    half, storage = D + bias, factor_storage(form, V.dtype)
+    first, a_planes = split_launch(V, form, storage, across, range(D))
+    second, b_planes = split_launch(V, form, storage, across, range(half, half + D))
     last = c12 if c22 is None else c22
     arguments = dict(
         X=X, c11=c11, c12=c12, c22=last, V=V, a_planes=a_planes, b_planes=b_planes, D=D, F=len(V), M=c11.shape[1],
-        x_row=X.stride(0), x_column=X.stride(1), c11_row=c11.stride(0), c11_column=c11.stride(1),
+        x_plane=X.stride(0), x_row=X.stride(1), x_column=X.stride(2), c11_row=c11.stride(0), c11_column=c11.stride(1),
         c12_row=c12.stride(0), c12_column=c12.stride(1), c22_row=last.stride(0), c22_column=last.stride(1),
         v_row=V.stride(0), plane=a_planes.stride(0), pitch=a_planes.stride(1), K=1 if len(V) == c11.shape[1] else 2,
         FULL=c22 is not None, BIAS=bias, WHOLE=is_whole(X, (c11, c12, last), len(V)), FORM=form, ACROSS=across,
-        FAR=any(launch.is_far((256, max(D, len(V))), tensor.stride()) for tensor in (X, c11, c12, last)),
+        FAR=any(launch.is_far((256, max(D, len(V))), tensor.stride()[-2:]) for tensor in (X, c11, c12, last)),
     )  # fmt: skip
     return [first, second], arguments
 
 
 def plan(
-    X: Tensor, c: Coefficients, V: Tensor, bias: bool, device: Device, options: TritonOptions, config: Config
+    X: Tensor,  # (planes, N, D)
+    c: Coefficients,
+    V: Tensor,  # (F, 2 (D (+ 1))), contiguous
+    bias: bool,
+    form: str,
+    device: Device,
+    config: Config,
 ) -> Plan:
-    """Return the launches for narrow rows and contiguous vectors V (F, 2 (D (+ 1)))."""
-    N, F = len(X), len(V)
-    form = product_form(X.dtype, options.arithmetic, device)
+    """Return the launches for narrow rows."""
+    N, F = X.shape[1], len(V)
     across = is_by_single_multiplications(form, device)
     splits, common = _common(X, c, V, form, across, bias)
     blocks = triton.cdiv(F, config.filters)
@@ -268,29 +282,29 @@ def plan(
     )  # fmt: skip
     work = (4 * PRODUCTS[form] * config.rows * config.filters * config.depth,)
     grid = (blocks, slices)
-    product = Launch(
+    fused = Launch(
         "gated", gated_kernel, grid, arguments, config.warps, config.stages, work, config.label,
         configs.compiler_options(device, config),
     )  # fmt: skip
-    return launch.summed([*splits, product], out)
+    return launch.summed([*splits, fused], out)
 
 
 def wide_plan(
-    X: Tensor,
+    X: Tensor,  # (planes, N, D)
     c: Coefficients,
-    V: Tensor,
+    V: Tensor,  # (F, 2 (D (+ 1))), contiguous
     bias: bool,
+    form: str,
     device: Device,
     options: TritonOptions,
     pair: tuple[Config, Config],
 ) -> Plan:
-    """Return the launches for rows of any width and contiguous vectors V (F, 2 (D (+ 1)))."""
-    (N, D), F = X.shape, len(V)
-    form = product_form(X.dtype, options.arithmetic, device)
+    """Return the launches for rows of any width."""
+    (_, N, D), F = X.shape, len(V)
     project, accumulate = pair[0].for_two_products(), pair[1].for_bias(form) if bias else pair[1]
     splits, common = _common(X, c, V, form, is_by_single_multiplications(form, device), bias)
-    chunk = chunk_rows(X, form, 2 * F, (project, accumulate), options)
-    U = product_memory(X, form, chunk, 2 * F)
+    chunk = chunk_rows(form, N, 2 * F, V.dtype, (project, accumulate), options)
+    U = product_memory(form, chunk, 2 * F, V)
     per_slice, slices = slices_of(X, chunk, 2 * F, accumulate, device)
     out = V.new_empty(slices, *V.shape)
     launches = splits
@@ -320,21 +334,21 @@ def gated_matvec(*, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: 
     if V.numel() == 0 or len(X) == 0:
         return torch.zeros_like(V)
     device, options = describe(X.device), current()
-    form = product_form(X.dtype, options.arithmetic, device)
+    form = current_form(X)
     width = launch.power_of_two(X.shape[1], 16, 1 << 30)
 
-    def product(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
-        (N, D), F = X.shape, len(V)
+    def run(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
+        (_, N, D), F = X.shape, len(V)
         first, second, *last = coefficients
         c = (first, second, last[0] if last else None)
         shapes = (D, F, first.shape[1], bias, c22 is None, X.stride(), N.bit_length())
-        key = ("gated", X.device, X.dtype, form, is_aligned(X, *coefficients), *shapes)
-        if candidates := configs.gated(device, form, X.dtype, width, F, bias):
-            return launch.choose(key, candidates, lambda own: plan(X, c, V, bias, device, options, own))
-        pairs = configs.wide(device, form, X.dtype, N)
-        return launch.choose(key, pairs, lambda own: wide_plan(X, c, V, bias, device, options, own))
+        key = ("gated", first.device, first.dtype, form, is_aligned(X, *coefficients), *shapes)
+        if candidates := configs.gated(device, form, first.dtype, width, F, bias):
+            return launch.choose(key, candidates, lambda own: plan(X, c, V, bias, form, device, own))
+        pairs = configs.wide(device, form, first.dtype, N)
+        return launch.choose(key, pairs, lambda own: wide_plan(X, c, V, bias, form, device, options, own))
 
     with launch.on_device(X):
         vectors = V.reshape(-1, V.shape[-1]).contiguous()
         given = [c for c in (c11, c12, c22) if c is not None]
-        return by_aligned_rows(form, X, given, vectors, options, product).view(V.shape)
+        return by_aligned_rows(form, X, given, vectors, options, run).view(V.shape)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from s3d_fast.base.padding import padded_size
 from s3d_fast.kernels import configs, launch, pointwise, pointwise_wide
-from s3d_fast.kernels.aligned import aligned, is_whole
+from s3d_fast.kernels.aligned import aligned, in_planes, is_whole, ready_planes
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Launch, Plan
-from s3d_fast.kernels.options import TritonOptions, current
+from s3d_fast.kernels.options import current
 from s3d_fast.kernels.pointwise import fused_rows, store_sums
 from s3d_fast.kernels.products import (
     DTYPES,
@@ -30,9 +30,11 @@ from s3d_fast.kernels.products import (
     SPLIT_COLUMNS,
     SPLIT_FILTERS,
     SPLIT_WARPS,
+    current_form,
+    factor_planes,
+    factor_storage,
     is_by_single_multiplications,
-    plane_storage,
-    product_form,
+    row_storage,
     split_tile,
 )
 from s3d_fast.kernels.tables import Tables, layer_of, on_device, padded_layers
@@ -44,12 +46,12 @@ FARTHEST = 2**23
 TILES_PER_PROGRAM = range(3, 9)
 # The columns of the table; each layer is one row.
 FIELDS = (
-    "X", "C", "V", "N", "D", "F", "M", "x_row", "c_row", "width", "blocks", "rows_per_slice", "slices", "first_tile",
-    "partial", "out", "first_sum", "planes", "first_split",
+    "X", "C", "V", "N", "D", "F", "M", "x_plane", "x_row", "c_row", "width", "blocks", "rows_per_slice", "slices",
+    "first_tile", "partial", "out", "first_sum", "planes", "first_split",
 )  # fmt: skip
 (
-    X_, C_, V_, N_, D_, F_, M_, X_ROW, C_ROW, WIDTH, BLOCKS, PER_SLICE, SLICES, FIRST_TILE, PARTIAL, OUT, FIRST_SUM,
-    PLANES, FIRST_SPLIT,
+    X_, C_, V_, N_, D_, F_, M_, X_PLANE, X_ROW, C_ROW, WIDTH, BLOCKS, PER_SLICE, SLICES, FIRST_TILE, PARTIAL, OUT,
+    FIRST_SUM, PLANES, FIRST_SPLIT,
 ) = (tl.constexpr(i) for i in range(len(FIELDS)))  # fmt: skip
 ROW = tl.constexpr(len(FIELDS))
 
@@ -82,7 +84,23 @@ def split_layers_kernel(
     f = (tl.program_id(0) - tl.load(row + FIRST_SPLIT).to(tl.int32)) * BF + tl.arange(0, BF)
     own = planes + tl.load(row + PLANES)
     for first in range(0, tl.cdiv(D, 16) * 16, BD):
-        split_tile(V, own, plane, D + BIAS, 1, f, first + tl.arange(0, BD), F, D, pitch, 0, False, FORM, ACROSS)
+        split_tile(
+            V,
+            own,
+            plane,
+            D + BIAS,
+            1,
+            f,
+            first + tl.arange(0, BD),
+            F,
+            D,
+            pitch,
+            0,
+            False,
+            factor_planes(FORM),
+            FORM,
+            ACROSS,
+        )
 
 
 @triton.jit(do_not_specialize=["layers"])
@@ -92,7 +110,8 @@ def grouped_kernel(
     partial,  # the sums of all slices of all layers, one after the other
     layers,
     one,
-    ROWS: tl.constexpr,  # the type of X and C
+    ROWS: tl.constexpr,  # the type of X
+    COEFFICIENTS: tl.constexpr,  # the type of C
     K: tl.constexpr,
     BIAS: tl.constexpr,
     WHOLE: tl.constexpr,  # whether X and C can be loaded up to a multiple of 16 columns
@@ -107,15 +126,16 @@ def grouped_kernel(
     tile = tl.program_id(0)
     row = layer_of(table, tile, layers, FIRST_TILE, ROW, LAYERS)
     X = tl.load(row + X_).to(tl.pointer_type(ROWS))
-    C = tl.load(row + C_).to(tl.pointer_type(ROWS))
+    C = tl.load(row + C_).to(tl.pointer_type(COEFFICIENTS))
     V = tl.load(row + V_).to(tl.pointer_type(number))
     D = tl.load(row + D_).to(tl.int32)
     F = tl.load(row + F_).to(tl.int32)
     M = tl.load(row + M_).to(tl.int32)
+    x_plane = tl.load(row + X_PLANE)
     x_row = tl.load(row + X_ROW).to(tl.int32)
     c_row = tl.load(row + C_ROW).to(tl.int32)
     if WHOLE:
-        X, x_row = tl.multiple_of(X, 16), tl.multiple_of(x_row, 16)
+        X, x_plane, x_row = tl.multiple_of(X, 16), tl.multiple_of(x_plane, 16), tl.multiple_of(x_row, 16)
         C, c_row = tl.multiple_of(C, 16), tl.multiple_of(c_row, 16)
         if K > 1:
             M = tl.multiple_of(M, 16)
@@ -139,8 +159,8 @@ def grouped_kernel(
                 BD: tl.constexpr = 16 << i
                 first_filter = (local % blocks) * BM
                 total, bias_total = fused_rows(
-                    X, C, V, parts, first, last, first_filter, D, F, M, x_row, 1, c_row, 1, D + BIAS, plane, pitch,
-                    one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, False, BN, BM, BD,
+                    X, C, V, parts, first, last, first_filter, D, F, M, x_plane, x_row, 1, c_row, 1, D + BIAS, plane,
+                    pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, False, BN, BM, BD,
                 )  # fmt: skip
                 store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
 
@@ -190,109 +210,118 @@ _TABLES: Tables[Table] = Tables()
 _PRESENT: dict[Hashable, int] = {}
 
 
+class Layer(NamedTuple):
+    """A layer of a list, as its kernel reads it; V is contiguous."""
+
+    X: Tensor  # (planes, N, D)
+    C: Tensor  # (N, M)
+    V: Tensor
+    bias: bool
+
+    @property
+    def filters(self) -> int:
+        """The number of vectors."""
+        return self.V.numel() // self.V.shape[-1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its rows can be loaded in whole vectors."""
+        return is_whole(self.X, [self.C], self.filters)
+
+    @property
+    def has_one_each(self) -> bool:
+        """Whether there is one vector per filter."""
+        return self.filters == self.C.shape[1]
+
+
 def splitting_matvec_grouped(layers: Sequence[Member]) -> list[Tensor]:
     """Return S v for every layer, as `s3d_fast.maths.reference.splitting_matvec` defines it."""
     results: list[Tensor | None] = [None] * len(layers)
-    groups: dict[Hashable, dict[int, Member]] = {}
+    groups: dict[Hashable, dict[int, Layer]] = {}
     for index, given in enumerate(layers):
         if given.V.numel() == 0 or len(given.X) == 0:
             results[index] = torch.zeros_like(given.V)
             continue
-        layer = _aligned(given)
-        is_few = _has_few_filters(layer)
-        if layer is None or layer.X.shape[1] > _widest(layer, is_few):
+        form = current_form(given.X)
+        layer = _listed(given, form)
+        if layer is None:
             alone = pointwise if pointwise.supports(given.X) else pointwise_wide
             results[index] = alone.splitting_matvec(**given._asdict())
         else:
-            X, C, V, bias = layer
-            one_each = V.numel() == V.shape[-1] * C.shape[1]
-            key = (X.device, X.dtype, one_each, bias, _is_whole(layer), is_few)
+            is_few = _has_few_filters(given, form)
+            key = (given.X.device, given.X.dtype, layer.has_one_each, layer.bias, layer.is_whole, form, is_few)
             groups.setdefault(key, {})[index] = layer
-    for (*_, is_few), members in groups.items():  # type: ignore[misc]
-        for index, result in zip(members, _run(list(members.values()), is_few), strict=True):
+    for (*_, form, is_few), members in groups.items():  # type: ignore[misc]
+        for index, result in zip(members, _run(list(members.values()), form, is_few), strict=True):
             results[index] = result
     return [result for result in results if result is not None]
 
 
-def _aligned(layer: Member) -> Member | None:
-    """Return the layer, with copies of rows that are not aligned if they must be; None if it cannot be in a list."""
-    X, C, V, bias = layer
-    form, options = _form(X), current()
-    if form == "ieee" or _is_whole(layer):
-        is_far = max(X.stride(0), C.stride(0)) >= FARTHEST
-        return None if X.stride(1) != 1 or C.stride(1) != 1 or is_far else layer
-    if X.shape[1] > WIDTHS[-1] or (X.shape[1] + C.shape[1]) * len(X) * X.itemsize > options.scratch_bytes:
+def _listed(given: Member, form: str) -> Layer | None:
+    """Return the layer, with copies of its rows where they must be; None if it cannot be in a list."""
+    X, C, V, bias = given
+    planes, vectors = ready_planes(form, X), V.contiguous()
+    if planes is not None:
+        layer = Layer(planes, C, vectors, bias)
+        if form == "ieee" or layer.is_whole:
+            is_far = max(planes.stride(1), C.stride(0)) >= FARTHEST
+            is_listed = X.shape[1] <= _widest(form, C, layer.is_whole, _has_few_filters(given, form))
+            return layer if is_listed and planes.stride(2) == C.stride(1) == 1 and not is_far else None
+    count, dtype = row_storage(form, X.dtype)
+    scratch = len(X) * (count * dtype.itemsize * X.shape[1] + C.itemsize * C.shape[1])
+    if X.shape[1] > _widest(form, C, True, _has_few_filters(given, form)) or scratch > current().scratch_bytes:
         return None
-    copy = Member(aligned(form, X), aligned(form, C), V, bias)
-    return copy if _is_whole(copy) else None
+    copy = Layer(in_planes(form, X), aligned(form, C), vectors, bias)
+    return copy if copy.is_whole else None
 
 
-def _form(X: Tensor) -> str:
-    return product_form(X.dtype, current().arithmetic, describe(X.device))
+def _configs(form: str, C: Tensor, is_whole: bool, has_few_filters: bool) -> list[GroupedConfig]:
+    return configs.grouped(describe(C.device), form, C.dtype, is_whole, has_few_filters)
 
 
-def _is_whole(layer: Member) -> bool:
-    return is_whole(layer.X, [layer.C], layer.V.numel() // layer.V.shape[-1])
-
-
-def _configs(layer: Member, has_few_filters: bool) -> list[GroupedConfig]:
-    X = layer.X
-    return configs.grouped(describe(X.device), _form(X), X.dtype, _is_whole(layer), has_few_filters)
-
-
-def _widest(layer: Member, has_few_filters: bool) -> int:
+def _widest(form: str, C: Tensor, is_whole: bool, has_few_filters: bool) -> int:
     """Return the most inputs that a layer in a list may have."""
-    found = _configs(layer, has_few_filters)
+    found = _configs(form, C, is_whole, has_few_filters)
     return WIDTHS[min(len(config.tiles) for config in found) - 1] if found else 0
 
 
-def _has_few_filters(layer: Member | None) -> bool:
+def _has_few_filters(given: Member, form: str) -> bool:
     """Return whether a layer takes the configuration for few filters, if there is one."""
-    if layer is None or layer.V.numel() > FEW_FILTERS * layer.V.shape[-1]:
+    X, C, V, _ = given
+    if V.numel() > FEW_FILTERS * V.shape[-1]:
         return False
-    is_special = _configs(layer, True) != _configs(layer, False)
-    return is_special and layer.X.shape[1] <= _widest(layer, True)
+    is_special = _configs(form, C, True, True) != _configs(form, C, True, False)
+    return is_special and X.shape[1] <= _widest(form, C, True, True)
 
 
-def _run(layers: Sequence[Member], has_few_filters: bool) -> list[Tensor]:
-    X = layers[0].X
-    vectors = [layer.V.contiguous() for layer in layers]
-    device, options = describe(X.device), current()
-    form = product_form(X.dtype, options.arithmetic, device)
-    candidates = _configs(layers[0], has_few_filters)
-    shapes = tuple((layer.X.shape, V.shape) for layer, V in zip(layers, vectors, strict=True))
-    key = ("grouped", X.device, X.dtype, form, layers[0].bias, _is_whole(layers[0]), shapes)
+def _run(layers: Sequence[Layer], form: str, has_few_filters: bool) -> list[Tensor]:
+    C = layers[0].C
+    device = describe(C.device)
+    candidates = _configs(form, C, layers[0].is_whole, has_few_filters)
+    shapes = tuple((layer.X.shape, layer.V.shape) for layer in layers)
+    key = ("grouped", C.device, C.dtype, form, layers[0].bias, layers[0].is_whole, shapes)
     offsets: list[int] = []
 
     def make(config: GroupedConfig) -> Plan:
-        table = _table(layers, vectors, config, device)
+        table = _table(layers, form, config, device, C.device)
         offsets[:] = table.out_offsets
-        return plan(layers, vectors, table, device, options, config)
+        return plan(layers, table, form, device, config)
 
-    with launch.on_device(X):
+    with launch.on_device(C):
         out = launch.choose(key, candidates, make)
-    return [out[offset:][: V.numel()].view(V.shape) for offset, V in zip(offsets, vectors, strict=True)]
+    return [out[offset:][: layer.V.numel()].view(layer.V.shape) for offset, layer in zip(offsets, layers, strict=True)]
 
 
-def plan(
-    layers: Sequence[Member],
-    vectors: Sequence[Tensor],
-    table: Table,
-    device: Device,
-    options: TritonOptions,
-    config: GroupedConfig,
-) -> Plan:
+def plan(layers: Sequence[Layer], table: Table, form: str, device: Device, config: GroupedConfig) -> Plan:
     """Return the launches for layers of one kind; their results follow each other as the table says."""
     first = layers[0]
-    stored, number = first.X.dtype, first.V.dtype
-    form = product_form(stored, options.arithmetic, device)
+    number = first.V.dtype
     across = is_by_single_multiplications(form, device)
-    one_each = vectors[0].numel() == first.C.shape[1] * vectors[0].shape[-1]
-    kind = (first.X.device, stored, form, one_each, first.bias, _is_whole(first), config)
+    kind = (first.C.device, first.C.dtype, form, first.has_one_each, first.bias, first.is_whole, config)
     _PRESENT[kind] = _PRESENT.get(kind, 0) | table.present
-    planes = first.X.new_empty(table.planes_size, dtype=plane_storage(form, stored)[1])
-    partial = first.X.new_empty(table.partial_size, dtype=number)
-    out = first.X.new_empty(table.out_size, dtype=number)
+    planes = first.V.new_empty(table.planes_size, dtype=factor_storage(form, number)[1])
+    partial = first.V.new_empty(table.partial_size)
+    out = first.V.new_empty(table.out_size)
     common = dict(table=table.entries, layers=len(layers), BIAS=first.bias, LAYERS=padded_layers(len(layers)))
     split = Launch(
         "grouped, split", split_layers_kernel, (table.splits,),
@@ -306,11 +335,12 @@ def plan(
         for i, own in enumerate(config.configs)
         if _PRESENT[kind] >> i & 1
     ]
-    product = Launch(
+    tiles = Launch(
         "grouped", grouped_kernel, (table.tiles,),
         dict(
             common, planes=planes, partial=partial, one=launch.hidden_one(device),
-            ROWS=DTYPES[stored], K=1 if one_each else 2, WHOLE=_is_whole(first), FORM=form,
+            ROWS=DTYPES[first.X.dtype], COEFFICIENTS=DTYPES[first.C.dtype], K=1 if first.has_one_each else 2,
+            WHOLE=first.is_whole, FORM=form,
             ACROSS=across, PRESENT=_PRESENT[kind],
             TILES=sum(((own.rows, own.filters, own.turned) for own in config.configs), ()),
         ),
@@ -321,52 +351,42 @@ def plan(
         dict(common, partial=partial, out=out, BLOCK=launch.SUM_BLOCK),
         launch.SUM_WARPS,
     )  # fmt: skip
-    return Plan([split, product, sums], out)
+    return Plan([split, tiles, sums], out)
 
 
-def _table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
-    identities = (_identity(layer, V) for layer, V in zip(layers, vectors, strict=True))
-    where = _device_of(layers[0])
-    key = (config, where, layers[0].X.dtype, current().arithmetic, *identities)
-    return _TABLES.find(key, where, lambda: make_table(layers, vectors, config, device))
+def _table(layers: Sequence[Layer], form: str, config: GroupedConfig, device: Device, where: torch.device) -> Table:
+    key = (config, where, layers[0].C.dtype, form, *map(_identity, layers))
+    return _TABLES.find(key, where, lambda: make_table(layers, form, config, device))
 
 
-def _device_of(layer: Member) -> torch.device:
-    return layer.X.device
+def _identity(layer: Layer) -> Hashable:
+    tensors = layer.X, layer.C, layer.V
+    return *(tensor.data_ptr() for tensor in tensors), *((tensor.shape, tensor.stride()) for tensor in tensors)
 
 
-def _identity(layer: Member, V: Tensor) -> Hashable:
-    X, C = layer.X, layer.C
-    return X.data_ptr(), C.data_ptr(), V.data_ptr(), X.shape, C.shape[1], V.shape, X.stride(0), C.stride(0)
-
-
-def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: GroupedConfig, device: Device) -> Table:
+def make_table(layers: Sequence[Layer], form: str, config: GroupedConfig, device: Device) -> Table:
     """Return the table of these layers, with the work of each divided into tiles."""
-    stored = layers[0].X.dtype
-    form = product_form(stored, current().arithmetic, device)
-    across, count = is_by_single_multiplications(form, device), plane_storage(form, stored)[0]
-    widths = [WIDTHS.index(launch.power_of_two(layer.X.shape[1], WIDTHS[0], WIDTHS[-1])) for layer in layers]
-    blocks = [
-        triton.cdiv(V.numel() // V.shape[-1], config.tiles[width][1]) for V, width in zip(vectors, widths, strict=True)
-    ]
+    across, count = is_by_single_multiplications(form, device), factor_storage(form, layers[0].V.dtype)[0]
+    widths = [WIDTHS.index(launch.power_of_two(layer.X.shape[2], WIDTHS[0], WIDTHS[-1])) for layer in layers]
+    blocks = [triton.cdiv(layer.filters, config.tiles[width][1]) for layer, width in zip(layers, widths, strict=True)]
     # A row of a tile costs width x filters multiplications, and all tiles get about the same work. Every slice writes
     # sums of its own, so we take the smallest number of tiles per program that leaves few programs idle in the last
     # round.
     costs = [WIDTHS[width] * config.tiles[width][1] for width in widths]
     programs = config.per_processor * device.processors
-    work = sum(len(layer.X) * n * cost for layer, n, cost in zip(layers, blocks, costs, strict=True)) / programs
+    work = sum(len(layer.C) * n * cost for layer, n, cost in zip(layers, blocks, costs, strict=True)) / programs
 
     def slice_rows(per_program: int) -> list[int]:
         wanted = [int(work / per_program / cost) for cost in costs]
         steps = [config.tiles[width][0] for width in widths]
         return [
-            min(max(4, triton.cdiv(rows, step)), triton.cdiv(len(layer.X), step)) * step
+            min(max(4, triton.cdiv(rows, step)), triton.cdiv(len(layer.C), step)) * step
             for layer, rows, step in zip(layers, wanted, steps, strict=True)
         ]
 
     def count_tiles(per_slice: Sequence[int]) -> int:
         return sum(
-            n * triton.cdiv(len(layer.X), rows) for layer, n, rows in zip(layers, blocks, per_slice, strict=True)
+            n * triton.cdiv(len(layer.C), rows) for layer, n, rows in zip(layers, blocks, per_slice, strict=True)
         )
 
     choices = [slice_rows(per_program) for per_program in TILES_PER_PROGRAM]
@@ -374,21 +394,21 @@ def make_table(layers: Sequence[Member], vectors: Sequence[Tensor], config: Grou
     shares = choices[next((i for i, own in enumerate(full) if own >= launch.FULL_ENOUGH), full.index(max(full)))]
     rows, offsets = [], []
     tiles = sums = splits = partial = planes = out = 0
-    for layer, V, width, n_blocks, per_slice in zip(layers, vectors, widths, blocks, shares, strict=True):
-        (N, D), M, size = layer.X.shape, layer.C.shape[1], V.numel()
+    for layer, width, n_blocks, per_slice in zip(layers, widths, blocks, shares, strict=True):
+        X, C, V, _ = layer
+        (_, N, D), F, size = X.shape, layer.filters, V.numel()
         slices = triton.cdiv(N, per_slice)
-        addresses = [layer.X.data_ptr(), layer.C.data_ptr(), V.data_ptr()]
-        sizes = [N, D, size // V.shape[-1], M, layer.X.stride(0), layer.C.stride(0)]
+        addresses = [X.data_ptr(), C.data_ptr(), V.data_ptr()]
+        sizes = [N, D, F, C.shape[1], X.stride(0), X.stride(1), C.stride(0)]
         rows.append([*addresses, *sizes, width, n_blocks, per_slice, slices, tiles, partial, out, sums, planes, splits])
         offsets.append(out)
         tiles += n_blocks * slices
         sums += triton.cdiv(size, launch.SUM_BLOCK)
         partial += slices * size
-        F = size // V.shape[-1]
         planes += count * (D * padded_size(F) if across else F * padded_size(D))
         splits += triton.cdiv(F, SPLIT_FILTERS)
         # Every result begins at a multiple of 16 entries, so that vector loads are aligned.
         out += triton.cdiv(size, 16) * 16
-    entries = on_device(rows, layers[0].X.device)
+    entries = on_device(rows, layers[0].C.device)
     present = sum({1 << width for width in widths})
     return Table(entries, tiles, sums, splits, partial, planes, offsets, out, present)

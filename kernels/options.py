@@ -63,10 +63,10 @@ def triton_options(
         precision: the precision of products, named as in `torch.set_float32_matmul_precision`. By default, PyTorch's
             own setting applies.
             "highest": float32 rows in IEEE arithmetic; 16-bit rows, unrounded, on tensor cores, with the other factor
-            in two parts.
-            "high": like "highest", except that float32 rows use tensor cores, with both factors in two TF32 parts.
-            "medium": one product on tensor cores: float32 rows and the other factor are rounded to TF32; for bfloat16
-            rows the other factor is rounded to bfloat16, for float16 rows to TF32.
+            in two bfloat16 planes.
+            "high": like "highest", except that float32 rows use the tensor cores of NVIDIA's GPUs, with both factors in
+            three bfloat16 planes, which hold all of their bits.
+            "medium": one product on tensor cores, with both factors rounded to bfloat16.
         atomic: add partial sums by atomic operations, in single layers of up to 256 inputs and in EdgeConv layers. This
             takes less memory, but the last bits of the results differ from run to run. All other calls give the same
             bits every time on the same kind of GPU.

@@ -16,14 +16,17 @@ from s3d_fast.kernels.launch import Launch, Plan, loadable, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.products import (
     PRODUCTS,
+    current_form,
+    factor_planes,
+    factor_storage,
     is_by_single_multiplications,
     load_planes,
+    planes_of,
     plus,
-    product_form,
+    product,
+    row_planes,
     split_launch,
-    stored_times,
-    times_rows,
-    times_stored,
+    transposed,
 )
 from s3d_fast.kernels.tiles import Config
 
@@ -40,6 +43,7 @@ def fused_rows(
     D,
     F,
     M,
+    x_plane,
     x_row,
     x_column,
     c_row,
@@ -81,7 +85,7 @@ def fused_rows(
             v_tile, inside_v = own[:, None] * pitch + d[None, :], inside_f[:, None] & inside_p[None, :]
         else:
             v_tile, inside_v = d[:, None] + own[None, :] * pitch, inside_p[:, None] & inside_f[None, :]
-    high, low = load_planes(planes, plane, v_tile, inside_v, FORM)
+    v = load_planes(planes, plane, v_tile, inside_v, factor_planes(FORM))
     # With K vectors per filter, the F = K M rows of V share the M columns of C.
     column = f if K == 1 else f % M
     x_tile = tile_offsets(r, x_row, d, x_column, FAR)
@@ -94,10 +98,11 @@ def fused_rows(
     ones = tl.zeros((BM, BN) if TURNED else (BN, BM), number)
     for begin in range(first, last, BN):
         inside_n = r < last - begin
-        x = tl.load(X + begin * x_row + x_tile, mask=inside_n[:, None] & inside_x[None, :], other=0.0)
+        inside = inside_n[:, None] & inside_x[None, :]
+        x = load_planes(X + begin * x_row, x_plane, x_tile, inside, row_planes(FORM))
         c = tl.load(C + begin * c_row + c_tile, mask=inside_n[:, None] & inside_c[None, :], other=0.0)
         if not TURNED:
-            u = stored_times(x, high, low, tl.zeros((BN, BM), number), FORM)
+            u = product(x, v, tl.zeros((BN, BM), number), FORM)
             if BIAS:
                 u = plus(u, b[None, :], one)
             u *= c.to(number)
@@ -105,7 +110,7 @@ def fused_rows(
                 ones += u
             u = tl.trans(u)
         else:
-            u = times_stored(high, low, tl.trans(x), tl.zeros((BM, BN), number), FORM)
+            u = product(v, transposed(x), tl.zeros((BM, BN), number), FORM)
             if BIAS:
                 u = plus(u, b[:, None], one)
             if one is not None:
@@ -113,7 +118,7 @@ def fused_rows(
             u *= tl.trans(c).to(number)
             if BIAS:
                 ones += u
-        total = times_rows(u, x, total, FORM)
+        total = product(planes_of(u, factor_planes(FORM), FORM), x, total, FORM)
     return total, tl.sum(ones, 1 if TURNED else 0)
 
 
@@ -148,15 +153,16 @@ def store_sums(
 
 @triton.jit
 def fused_kernel(
-    X,  # (N, D)
+    X,  # (planes, N, D)
     C,  # (N, M)
     V,  # (F, D), or (F, D + 1) with bias; F = K M
-    planes,  # (planes, F, pitch), the parts of V; if ACROSS, (planes, D, pitch)
+    planes,  # (planes, F, pitch), those of V; if ACROSS, (planes, D, pitch)
     out,  # (slices, F, D (+ 1)); if ATOMIC, (F, D (+ 1)), zero at first
     N,
     D,
     F,
     M,
+    x_plane,
     x_row,
     x_column,
     c_row,
@@ -184,46 +190,55 @@ def fused_kernel(
     first = slice_index * rows_per_slice
     last = tl.minimum(first + rows_per_slice, N)
     total, bias_total = fused_rows(
-        X, C, V, planes, first, last, first_filter, D, F, M, x_row, x_column, c_row, c_column, v_row, plane, pitch, one,
-        K, BIAS, WHOLE, FORM, ACROSS, TURNED, FAR, BN, BM, BD,
+        X, C, V, planes, first, last, first_filter, D, F, M, x_plane, x_row, x_column, c_row, c_column, v_row, plane,
+        pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, FAR, BN, BM, BD,
     )  # fmt: skip
     if not ATOMIC:
         out += slice_index * F * (D + BIAS)
     store_sums(out, total, bias_total, first_filter, D, F, BIAS, ATOMIC, BM, BD)
 
 
-def plan(X: Tensor, C: Tensor, V: Tensor, bias: bool, device: Device, options: TritonOptions, config: Config) -> Plan:
-    """Return the launches for rows that are narrow enough and contiguous vectors V (F, D (+ 1))."""
-    (N, D), F = X.shape, len(V)
-    form = product_form(X.dtype, options.arithmetic, device)
+def plan(
+    X: Tensor,  # (planes, N, D)
+    C: Tensor,  # (N, M)
+    V: Tensor,  # (F, D (+ 1)), contiguous
+    bias: bool,
+    form: str,
+    device: Device,
+    options: TritonOptions,
+    config: Config,
+) -> Plan:
+    """Return the launches for rows that are narrow enough."""
+    (_, N, D), F = X.shape, len(V)
     across = is_by_single_multiplications(form, device)
-    split, planes = split_launch(V, form, X.dtype, across, range(D))
+    split, planes = split_launch(V, form, factor_storage(form, V.dtype), across, range(D))
     blocks = triton.cdiv(F, config.filters)
     per_slice, slices = launch.share_rows(N, blocks, config.rows, device, config.warps)
     atomic = options.atomic and slices > 1
     out = torch.zeros_like(V) if atomic else V.new_empty(slices, *V.shape)
     M = C.shape[1]
-    is_far = launch.is_far((config.rows, config.depth), X.stride()) or launch.is_far((config.rows, M), C.stride())
+    is_far = launch.is_far((config.rows, config.depth), X.stride()[1:]) or launch.is_far((config.rows, M), C.stride())
     arguments = dict(
-        X=X, C=C, V=V, planes=planes, out=out, N=N, D=D, F=F, M=M, x_row=X.stride(0), x_column=X.stride(1),
-        c_row=C.stride(0), c_column=C.stride(1), v_row=V.stride(0), plane=planes.stride(0), pitch=planes.stride(1),
+        X=X, C=C, V=V, planes=planes, out=out, N=N, D=D, F=F, M=M, x_plane=X.stride(0), x_row=X.stride(1),
+        x_column=X.stride(2), c_row=C.stride(0), c_column=C.stride(1), v_row=V.stride(0), plane=planes.stride(0),
+        pitch=planes.stride(1),
         rows_per_slice=per_slice, one=launch.hidden_one(device), K=1 if F == M else 2, BIAS=bias,
         WHOLE=is_whole(X, [C], F), ATOMIC=atomic, FORM=form, ACROSS=across,
         TURNED=config.turned, FAR=is_far, BN=config.rows, BM=config.filters, BD=config.depth,
     )  # fmt: skip
     work = 2 * PRODUCTS[form] * config.rows * config.filters * config.depth
     name = "pointwise" + ", atomic" * atomic
-    product = Launch(
+    fused = Launch(
         name, fused_kernel, (blocks, slices), arguments, config.warps, config.stages, (work,), config.label,
         configs.compiler_options(device, config),
     )  # fmt: skip
-    return Plan([split, product], out) if atomic else launch.summed([split, product], out)
+    return Plan([split, fused], out) if atomic else launch.summed([split, fused], out)
 
 
 def supports(X: Tensor) -> bool:
     """Return whether the rows are narrow enough for the sums of a block of filters to stay in registers."""
     device, width = describe(X.device), launch.power_of_two(X.shape[1], 16, 1 << 30)
-    form = product_form(X.dtype, current().arithmetic, device)
+    form = current_form(X)
     return bool(configs.pointwise(device, form, X.dtype, width, 1 << 30))
 
 
@@ -232,16 +247,16 @@ def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     if V.numel() == 0 or len(X) == 0:
         return torch.zeros_like(V)
     device, options = describe(X.device), current()
-    form = product_form(X.dtype, options.arithmetic, device)
+    form = current_form(X)
     width = launch.power_of_two(X.shape[1], 16, 1 << 30)
 
-    def product(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
+    def run(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
         (C,), F = coefficients, len(V)
-        shapes = (width, F, C.shape[1], bias, options.atomic, X.stride(), len(X).bit_length())
-        key = ("pointwise", X.device, X.dtype, form, is_aligned(X, C), *shapes)
-        candidates = configs.pointwise(device, form, X.dtype, width, F, bias)
-        return launch.choose(key, candidates, lambda config: plan(X, C, V, bias, device, options, config))
+        shapes = (width, F, C.shape[1], bias, options.atomic, X.stride(), X.shape[1].bit_length())
+        key = ("pointwise", C.device, C.dtype, form, is_aligned(X, C), *shapes)
+        candidates = configs.pointwise(device, form, C.dtype, width, F, bias)
+        return launch.choose(key, candidates, lambda config: plan(X, C, V, bias, form, device, options, config))
 
     with launch.on_device(X):
         vectors = V.reshape(-1, V.shape[-1]).contiguous()
-        return by_aligned_rows(form, X, [C], vectors, options, product).view(V.shape)
+        return by_aligned_rows(form, X, [C], vectors, options, run).view(V.shape)

@@ -1,10 +1,6 @@
 """S v for a layer with any number of inputs, in two launches per chunk of rows: U = (X V^T) * C, then U^T X.
 
-U (chunk, F) goes through memory. How it is stored depends on the rows:
-    float32, float64    in the dtype of the rows
-    bfloat16            in two bfloat16 planes, leading part and remainder, ready for the tensor cores of launch 2
-    float16             in float32, since U can leave the range of float16
-    bfloat16, "medium"  in bfloat16
+U (chunk, F) goes through memory, as launch 2 reads it: in bfloat16 planes, or in the dtype of V for IEEE products.
 """
 
 from __future__ import annotations
@@ -24,15 +20,15 @@ from s3d_fast.kernels.launch import Launch, Plan, loadable, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
 from s3d_fast.kernels.products import (
     PRODUCTS,
+    current_form,
+    factor_planes,
+    factor_storage,
     is_by_single_multiplications,
-    leading_part,
     load_planes,
-    product_form,
-    remainder,
+    product,
+    row_planes,
     split_launch,
-    stored_times,
-    times_rows,
-    times_stored,
+    store_planes,
 )
 from s3d_fast.kernels.tiles import Config
 
@@ -44,6 +40,7 @@ def rows_product(
     rows,  # how many rows from X on there are
     filters,  # how many filters from `planes` on there are
     D,
+    x_plane,
     x_row,
     x_column,
     plane,
@@ -68,38 +65,29 @@ def rows_product(
     # Rows of planes end in zeros, unless filters are contiguous.
     entries = D if ACROSS else pitch
     for first in range(0, D, BK):
-        x = tl.load(X + x_tile, mask=inside_n[:, None] & (k < columns - first)[None, :], other=0.0)
+        inside_x = inside_n[:, None] & (k < columns - first)[None, :]
+        x = load_planes(X, x_plane, x_tile, inside_x, row_planes(FORM))
         inside_v = (k < entries - first)[:, None] & inside_f[None, :]
-        high, low = load_planes(planes, plane, v_tile, inside_v, FORM)
-        u = stored_times(x, high, low, u, FORM)
+        v = load_planes(planes, plane, v_tile, inside_v, factor_planes(FORM))
+        u = product(x, v, u, FORM)
         X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
         planes += BK * pitch if ACROSS else BK
     return u
 
 
-@triton.jit
-def store_product(U, plane, places, u, inside, FORM: tl.constexpr):
-    """U = u; in the split form as two planes, else as one."""
-    if FORM == "split":
-        high = leading_part(u, FORM)
-        tl.store(U + places, high, mask=inside)
-        tl.store(U + plane + places, remainder(u, high, FORM), mask=inside)
-    else:
-        tl.store(U + places, u.to(U.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["begin", "end"])
 def project_kernel(
-    X,  # (N, D)
+    X,  # (planes, N, D)
     C,  # (N, M); None for no coefficients
     V,  # (F, D (+ 1))
-    planes,  # (planes, F, pitch), the parts of V; if ACROSS, (planes, D, pitch)
+    planes,  # (planes, F, pitch), those of V; if ACROSS, (planes, D, pitch)
     U,  # (planes, chunk, u_row); without coefficients (chunk, u_row)
     begin,
     end,  # the chunk's rows are [begin, end)
     D,
     F,
     M,
+    x_plane,
     x_row,
     x_column,
     c_row,
@@ -128,8 +116,8 @@ def project_kernel(
     f = first_filter + own
     parts = planes + (first_filter if ACROSS else first_filter.to(tl.int64) * pitch)
     u = rows_product(
-        X + (begin + row) * x_row, parts, end - begin - row, F - first_filter, D, x_row, x_column, plane, pitch,
-        WHOLE, FORM, ACROSS, FAR, BN, BM, BK,
+        X + (begin + row) * x_row, parts, end - begin - row, F - first_filter, D, x_plane, x_row, x_column,
+        plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK,
     )  # fmt: skip
     inside_n, inside_f = r < end - begin - row, f < F
     if BIAS:
@@ -139,7 +127,8 @@ def project_kernel(
         c_tile = tile_offsets(r, c_row, column, c_column, FAR)
         inside = inside_n[:, None] & inside_f[None, :]
         u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(u.dtype)
-        store_product(U + row * u_row, u_plane, r[:, None] * u_row + f[None, :], u, inside, FORM)
+        places = r[:, None] * u_row + f[None, :]
+        store_planes(U + row * u_row, u_plane, places, u, inside, factor_planes(FORM), FORM)
     else:
         inside = inside_n[:, None] & inside_f[None, :]
         tl.store(U + row * u_row + (r[:, None] * u_row + f[None, :]), u, mask=inside)
@@ -147,7 +136,7 @@ def project_kernel(
 
 @triton.jit(do_not_specialize=["begin", "end", "fresh"])
 def accumulate_kernel(
-    X,  # (N, D)
+    X,  # (planes, N, D)
     U,  # (planes, chunk, u_row), of which F columns count
     out,  # (slices, filters, o_row)
     begin,
@@ -155,6 +144,7 @@ def accumulate_kernel(
     D,
     F,
     filters,  # columns of U beyond these belong to the second half of a row of `out`
+    x_plane,
     x_row,
     x_column,
     u_plane,
@@ -171,7 +161,6 @@ def accumulate_kernel(
     BK: tl.constexpr,
 ):
     """out[slice] += U^T X over the slice's rows of a chunk; if fresh, out[slice] counts as zero before."""
-    number = out.dtype.element_ty
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     f = tl.program_id(1) * BM + tl.arange(0, BM)
     slice_index = tl.program_id(2).to(tl.int64)
@@ -193,14 +182,9 @@ def accumulate_kernel(
     tl.assume(rows > 0)
     for first in range(0, rows, BK):
         inside_n = r < rows - first
-        x = tl.load(X + x_tile, mask=inside_n[:, None] & inside_x[None, :], other=0.0)
-        present = inside_u[:, None] & inside_n[None, :]
-        u = tl.load(U + u_tile, mask=present, other=0.0)
-        if FORM == "split":
-            low = tl.load(U + u_plane + u_tile, mask=present, other=0.0)
-            total = times_stored(u, low, x, total, FORM)
-        else:
-            total = times_rows(u.to(number), x, total, FORM)
+        x = load_planes(X, x_plane, x_tile, inside_n[:, None] & inside_x[None, :], row_planes(FORM))
+        u = load_planes(U, u_plane, u_tile, inside_u[:, None] & inside_n[None, :], factor_planes(FORM))
+        total = product(u, x, total, FORM)
         X += (tl.full((), BK, tl.int64) if FAR else BK) * x_row
         U += BK * u_row
     tl.store(where, total, mask=inside)
@@ -241,10 +225,10 @@ def column_sums_kernel(
     total = tl.zeros((BM,), number)
     for row in range(0, count, BK):
         inside = (r < count - row)[:, None] & (f < F)[None, :]
-        u = tl.load(U + tile, mask=inside, other=0.0).to(number)
-        if FORM == "split":
-            u += tl.load(U + u_plane + tile, mask=inside, other=0.0).to(number)
-        total += tl.sum(u, 0)
+        u = load_planes(U, u_plane, tile, inside, factor_planes(FORM))
+        # The smallest first: their sum is then rounded least.
+        for i in tl.static_range(len(u)):
+            total += tl.sum(u[len(u) - 1 - i].to(number), 0)
         U += BK * u_row
     where = out + slice_index * filters * o_row + (f % filters).to(tl.int64) * o_row + (f // filters) * half + D
     total += tl.load(where, mask=(f < F) & (fresh == 0), other=0.0)
@@ -254,24 +238,17 @@ def column_sums_kernel(
 SUMMED_COLUMNS, SUMMED_ROWS, SUMMED_WARPS = (64, 128, 4) if INTERPRETED else (32, 64, 4)
 
 
-def product_storage(form: str, stored: torch.dtype) -> tuple[int, torch.dtype]:
-    """Return the number of planes that store U, and their dtype."""
-    if form in ("split", "rounded"):
-        return PRODUCTS[form], stored
-    return 1, torch.float64 if stored == torch.float64 else torch.float32
-
-
-def product_memory(X: Tensor, form: str, rows: int, columns: int) -> Tensor:
+def product_memory(form: str, rows: int, columns: int, V: Tensor) -> Tensor:
     """Return memory for U, (planes, rows, padded columns), with zeros in the columns that are padding."""
-    planes, dtype = product_storage(form, X.dtype)
-    U = X.new_empty(planes, rows, padded_size(columns), dtype=dtype)
+    planes, dtype = factor_storage(form, V.dtype)
+    U = V.new_empty(planes, rows, padded_size(columns), dtype=dtype)
     if columns < U.shape[2]:
         U[:, :, columns:].zero_()
     return U
 
 
 def accumulate_launches(
-    X: Tensor,  # (N, D)
+    X: Tensor,  # (planes, N, D)
     U: Tensor,  # (planes, chunk, padded columns)
     out: Tensor,  # (slices, filters, ...)
     chunk: tuple[int, int],
@@ -290,7 +267,7 @@ def accumulate_launches(
     `biased` go behind their halves.
     """
     _, filters, o_row = out.shape
-    D = X.shape[1]
+    D = X.shape[2]
     # The last chunk may have fewer rows, and then no rows for the last slices.
     slices = triton.cdiv(chunk[1] - chunk[0], per_slice)
     common = dict(
@@ -298,8 +275,8 @@ def accumulate_launches(
         rows_per_slice=per_slice, fresh=int(chunk[0] == 0), FORM=form,
     )  # fmt: skip
     arguments = dict(
-        common, X=X, begin=chunk[0], end=chunk[1], F=columns, x_row=X.stride(0), x_column=X.stride(1),
-        WHOLE=is_aligned(X), FAR=far, BM=config.filters, BD=config.rows, BK=config.depth,
+        common, X=X, begin=chunk[0], end=chunk[1], F=columns, x_plane=X.stride(0), x_row=X.stride(1),
+        x_column=X.stride(2), WHOLE=is_aligned(X), FAR=far, BM=config.filters, BD=config.rows, BK=config.depth,
     )  # fmt: skip
     grid = (max(1, triton.cdiv(D, config.rows)), triton.cdiv(columns, config.filters), slices)
     work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
@@ -318,17 +295,19 @@ def accumulate_launches(
     return launches
 
 
-def chunk_rows(X: Tensor, form: str, columns: int, pair: tuple[Config, Config], options: TritonOptions) -> int:
+def chunk_rows(
+    form: str, rows: int, columns: int, number: torch.dtype, pair: tuple[Config, Config], options: TritonOptions
+) -> int:
     """Return how many rows of U the scratch memory holds: all, or a multiple of the rows of a tile."""
-    planes, dtype = product_storage(form, X.dtype)
+    planes, dtype = factor_storage(form, number)
     block = max(pair[0].rows, pair[1].depth)
     most = options.scratch_bytes // (planes * dtype.itemsize * padded_size(columns))
-    return len(X) if most >= len(X) else max(block, most // block * block)
+    return rows if most >= rows else max(block, most // block * block)
 
 
 def project_launch(
     name: str,
-    X: Tensor,  # (N, D)
+    X: Tensor,  # (planes, N, D)
     C: Tensor | None,  # (N, M)
     V: Tensor,  # (F, D (+ 1))
     parts: Tensor,  # the planes of V
@@ -341,12 +320,13 @@ def project_launch(
     device: Device,
 ) -> Launch:
     """Return the launch of U = (X V^T + bias) * C for a chunk of rows."""
-    (begin, end), D, F = chunk, X.shape[1], len(V)
+    (begin, end), D, F = chunk, X.shape[2], len(V)
     M, c_row, c_column = (F, 0, 0) if C is None else (C.shape[1], *C.stride())
     arguments = dict(
-        X=X, C=C, V=V, planes=parts, U=U, begin=begin, end=end, D=D, F=F, M=M, x_row=X.stride(0), x_column=X.stride(1),
-        c_row=c_row, c_column=c_column, v_row=V.stride(0), plane=parts.stride(0), pitch=parts.stride(1),
-        u_plane=U.stride(0), u_row=U.stride(-2), K=1 if F == M else 2, BIAS=bias, WHOLE=is_aligned(X), FORM=form,
+        X=X, C=C, V=V, planes=parts, U=U, begin=begin, end=end, D=D, F=F, M=M, x_plane=X.stride(0),
+        x_row=X.stride(1), x_column=X.stride(2), c_row=c_row, c_column=c_column, v_row=V.stride(0),
+        plane=parts.stride(0), pitch=parts.stride(1), u_plane=U.stride(0),
+        u_row=U.stride(-2), K=1 if F == M else 2, BIAS=bias, WHOLE=is_aligned(X), FORM=form,
         ACROSS=is_by_single_multiplications(form, device), FAR=far, BN=config.rows, BM=config.filters, BK=config.depth,
     )  # fmt: skip
     grid = (triton.cdiv(F, config.filters) * triton.cdiv(end - begin, config.rows),)
@@ -357,27 +337,28 @@ def project_launch(
 
 def slices_of(X: Tensor, rows: int, columns: int, config: Config, device: Device) -> tuple[int, int]:
     """Return the rows per slice and the number of slices of `accumulate_launches`."""
-    tiles = max(1, triton.cdiv(X.shape[1], config.rows)) * triton.cdiv(columns, config.filters)
+    tiles = max(1, triton.cdiv(X.shape[2], config.rows)) * triton.cdiv(columns, config.filters)
     return launch.share_rows(rows, tiles, config.depth, device, config.warps)
 
 
 def plan(
-    X: Tensor,
-    C: Tensor,
-    V: Tensor,
+    X: Tensor,  # (planes, N, D)
+    C: Tensor,  # (N, M)
+    V: Tensor,  # (F, D (+ 1)), contiguous
     bias: bool,
+    form: str,
     device: Device,
     options: TritonOptions,
     pair: tuple[Config, Config],
 ) -> Plan:
-    """Return the launches for rows of any width and contiguous vectors V (F, D (+ 1))."""
-    (N, D), F = X.shape, len(V)
-    form = product_form(X.dtype, options.arithmetic, device)
+    """Return the launches for rows of any width."""
+    (_, N, D), F = X.shape, len(V)
     project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
-    far = any(launch.is_far((256, max(D, F)), tensor.stride()) for tensor in (X, C))
-    split, parts = split_launch(V, form, X.dtype, is_by_single_multiplications(form, device), range(D))
-    rows = chunk_rows(X, form, F, (project, accumulate), options)
-    U = product_memory(X, form, rows, F)
+    far = any(launch.is_far((256, max(D, F)), tensor.stride()[-2:]) for tensor in (X, C))
+    across = is_by_single_multiplications(form, device)
+    split, parts = split_launch(V, form, factor_storage(form, V.dtype), across, range(D))
+    rows = chunk_rows(form, N, F, V.dtype, (project, accumulate), options)
+    U = product_memory(form, rows, F, V)
     per_slice, slices = slices_of(X, rows, F, accumulate, device)
     out = V.new_empty(slices, *V.shape)
     name = "wide, project" + ", few rows" * (N <= tiles.FEW_ROWS)
@@ -396,15 +377,15 @@ def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
     if V.numel() == 0 or len(X) == 0:
         return torch.zeros_like(V)
     device, options = describe(X.device), current()
-    form = product_form(X.dtype, options.arithmetic, device)
+    form = current_form(X)
 
-    def product(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
-        ((N, D), (C,)) = X.shape, coefficients
+    def run(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
+        ((_, N, D), (C,)) = X.shape, coefficients
         shapes = (D, len(V), C.shape[1], X.stride(), N.bit_length())
-        key = ("wide", X.device, X.dtype, form, is_aligned(X), bias, *shapes)
-        candidates = configs.wide(device, form, X.dtype, N)
-        return launch.choose(key, candidates, lambda pair: plan(X, C, V, bias, device, options, pair))
+        key = ("wide", C.device, C.dtype, form, is_aligned(X), bias, *shapes)
+        candidates = configs.wide(device, form, C.dtype, N)
+        return launch.choose(key, candidates, lambda pair: plan(X, C, V, bias, form, device, options, pair))
 
     with launch.on_device(X):
         vectors = V.reshape(-1, V.shape[-1]).contiguous()
-        return by_aligned_rows(form, X, [C], vectors, options, product).view(V.shape)
+        return by_aligned_rows(form, X, [C], vectors, options, run).view(V.shape)

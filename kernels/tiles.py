@@ -42,15 +42,7 @@ class Config:
         own = power_of_two(filters, 16, self.filters)
         if own == self.filters or form == "ieee":
             return replace(self, filters=own)
-        # Every warp needs its own part of both products. With fewer warps, each thread holds a larger part of a tile of
-        # rows; with 64 filters, four warps would multiply together (wgmma) and spill.
-        if form not in ("split", "rounded"):
-            own = min(own, 32)
-            if own == 32 and self.depth <= 32:
-                rows, warps = (16, 1) if self.depth == 16 else (32, 2)
-            else:
-                rows, warps = 16, own // (16 if self.depth == 16 else 8)
-            return replace(self, rows=rows, filters=own, warps=warps, turned=False)
+        # Every warp needs its own part of both products.
         own = min(own, 32) if self.depth == 256 else own
         rows = 16 if self.depth >= 64 else min(32, self.rows)
         # Four warps with 16 rows would repeat work if they computed U^T.
@@ -71,10 +63,11 @@ class Config:
 
     def for_bias(self, form: str) -> Config:
         """Return this configuration of launch 2 of `pointwise_wide` for rows of sums that a bias makes unaligned."""
-        if form == "split":
+        if form == "bf16x6" and self.filters > 64:
+            return replace(self, rows=self.rows // 2)
+        if form != "ieee":
             return replace(self, depth=min(32, self.depth))
-        warps = self.warps if form == "ieee" else min(self.warps, self.filters // 16)
-        return replace(self, rows=max(32, self.rows // 2), warps=warps)
+        return replace(self, rows=max(32, self.rows // 2))
 
     def for_inputs(self, inputs: int) -> Config:
         """Return this configuration of launch 2 of `pointwise_wide` with smaller tiles for few inputs."""
@@ -136,45 +129,26 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
         128: ((64, 64, 4, 3), (64, 128, 8, 3)),
         256: ((32, 128, 8, 3), (16, 128, 8, 3)),
     },
-    ("nvidia", "tf32"): {
-        16: ((64, 64, 4, 3, FLAT),),
-        32: ((64, 64, 4, 3, FLAT), (32, 32, 4, 3, FLAT)),
-        64: ((32, 32, 4, 3, FLAT),),
-        128: ((32, 64, 8, 3, FLAT), (16, 64, 8, 3, FLAT)),
-        256: ((16, 64, 8, 3, FLAT), (16, 64, 8, 2, FLAT)),
+    ("nvidia", "bf16x3"): {
+        16: ((64, 64, 4, 3), (32, 64, 4, 3)),
+        32: ((32, 64, 4, 3), (64, 64, 4, 3)),
+        64: ((32, 64, 4, 3),),
     },
-    ("hopper", "tf32"): {
+    ("hopper", "bf16x3"): {
         16: ((64, 64, 4, 3),),
         32: ((64, 64, 4, 3),),
-        64: ((64, 64, 4, 3), (32, 64, 4, 3)),
-        128: ((32, 64, 4, 3),),
-        256: ((32, 128, 8, 2), (16, 128, 8, 2)),
+        64: ((64, 64, 4, 3),),
+        128: ((64, 64, 4, 2),),
     },
-    ("nvidia", "tf32x3"): {
-        16: ((64, 64, 4, 2, FLAT), (32, 32, 4, 2, FLAT)),
-        32: ((64, 64, 4, 2, FLAT), (32, 32, 4, 2, FLAT)),
-        64: ((32, 32, 4, 2, FLAT), (16, 32, 4, 3, FLAT)),
-        128: ((16, 32, 4, 2, FLAT), (16, 64, 8, 2, FLAT)),
-    },
-    ("hopper", "tf32x3"): {
+    ("nvidia", "bf16x6"): {
         16: ((32, 64, 4, 3),),
         32: ((32, 64, 4, 3),),
-        64: ((32, 64, 4, 2), (32, 128, 8, 2)),
-        128: ((32, 64, 4, 2), (32, 128, 8, 2)),
+        64: ((32, 64, 4, 2),),
     },
-    ("nvidia", "widened"): {
-        16: ((32, 64, 4, 3),),
-        32: ((32, 64, 4, 3),),
-        64: ((16, 64, 4, 2), (32, 32, 4, 2, FLAT)),
-        128: ((16, 64, 4, 2, FLAT),),
-        256: ((16, 32, 4, 2, FLAT),),
-    },
-    ("hopper", "widened"): {
-        16: ((32, 64, 4, 3),),
-        32: ((32, 64, 4, 3),),
-        64: ((32, 64, 4, 3), (64, 64, 4, 2)),
-        128: ((32, 64, 4, 2), (32, 128, 8, 2)),
-        256: ((16, 32, 4, 2, FLAT),),
+    ("hopper", "bf16x6"): {
+        16: ((64, 64, 4, 3),),
+        32: ((64, 64, 4, 3),),
+        64: ((32, 64, 4, 2),),
     },
     ("nvidia", "fp64"): {
         16: ((16, 32, 4, 3, FLAT),),
@@ -197,6 +171,12 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
         128: ((16, 64, 1, 2), (16, 32, 1, 2)),
         256: ((16, 32, 1, 2), (16, 16, 1, 2)),
     },
+    ("amd", "bf16x3"): {
+        16: ((16, 64, 1, 2),),
+        32: ((16, 64, 1, 2),),
+        64: ((16, 32, 1, 2),),
+        128: ((16, 16, 1, 2),),
+    },
     ("amd", "fp64"): {width: ((16, 16, 1, 2),) for width in WIDTHS[:4]},
     ("interpreter", "fp64"): {width: ((128, 64, 1, 1), (64, 32, 1, 1)) for width in WIDTHS},
 }
@@ -209,15 +189,12 @@ POINTWISE["hopper", "fp32"] = {
 }
 # Where the compiler for B200 would spill.
 POINTWISE["blackwell", "fp32"] = {**POINTWISE["nvidia", "fp32"], 256: ((16, 32, 8, 2, FLAT), (16, 16, 8, 3, FLAT))}
-POINTWISE["blackwell", "tf32x3"] = {
-    **POINTWISE["nvidia", "tf32x3"],
-    16: ((32, 32, 2, 2, FLAT),),
-    32: ((16, 32, 1, 2, FLAT),),
-}
 POINTWISE["blackwell", "bf16"] = {
     **{width: POINTWISE["nvidia", "bf16"][width] for width in (16, 64, 128)},
-    32: ((64, 64, 4, 2),),
+    32: ((16, 64, 4, 3),),
 }
+POINTWISE["blackwell", "bf16x3"] = {width: ((32, 64, 4, 2),) for width in (16, 32, 64)}
+POINTWISE["blackwell", "bf16x6"] = {16: ((32, 64, 4, 2),)}
 # A program of the gated kernel has the vectors and sums of two halves.
 GATED: dict[tuple[str, str], Tiles] = {
     ("nvidia", "fp32"): {
@@ -239,9 +216,10 @@ GATED: dict[tuple[str, str], Tiles] = {
         64: ((32, 64, 4, 3), (64, 64, 4, 3)),
         128: ((16, 64, 4, 3), (32, 64, 4, 3)),
     },
-    ("nvidia", "tf32"): {},
-    ("nvidia", "tf32x3"): {},
-    ("nvidia", "widened"): {},
+    ("nvidia", "bf16x3"): {16: ((32, 64, 4, 3),), 32: ((32, 64, 4, 2),)},
+    ("hopper", "bf16x3"): {16: ((32, 64, 4, 3),), 32: ((32, 64, 4, 3),), 64: ((32, 64, 4, 2),)},
+    ("nvidia", "bf16x6"): {},
+    ("hopper", "bf16x6"): {16: ((32, 64, 4, 2),), 32: ((32, 64, 4, 2),)},
     ("nvidia", "fp64"): {
         16: ((16, 16, 4, 3, FLAT),),
         32: ((16, 16, 4, 3, FLAT),),
@@ -259,12 +237,12 @@ GATED: dict[tuple[str, str], Tiles] = {
         64: ((16, 32, 1, 2), (16, 16, 1, 2)),
         128: ((16, 16, 1, 2),),
     },
-    ("amd", "tf32x3"): {},
-    ("amd", "widened"): {},
+    ("amd", "bf16x3"): {16: ((16, 32, 1, 2),), 32: ((16, 16, 1, 2),)},
     ("amd", "fp64"): {width: ((16, 16, 1, 2),) for width in WIDTHS[:3]},
     ("interpreter", "fp64"): {width: ((128, 64, 1, 1), (64, 32, 1, 1)) for width in WIDTHS},
 }
 GATED["blackwell", "bf16"] = {width: GATED["nvidia", "bf16"][width] for width in (16, 32)}
+GATED["blackwell", "bf16x3"] = {}
 GATED["blackwell", "fp32"] = {**GATED["nvidia", "fp32"], 32: ((32, 32, 4, 3, FLAT),)}
 # One grouped kernel contains the code for every width that occurs and needs as many registers as the widest.
 GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
@@ -273,16 +251,16 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("hopper", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 8, 3, 1, FLAT),),
     ("hopper", "bf16"): (GroupedConfig(((64, 128), (64, 128), (64, 128), (64, 128), (32, 128)), 8, 3, 1),),
     ("blackwell", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 3, 2),),
-    ("blackwell", "tf32x3"): (GroupedConfig(((16, 32), (16, 32)), 1, 2, 4, FLAT),),
-    ("nvidia", "tf32"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
-    ("hopper", "tf32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
-    ("nvidia", "tf32x3"): (GroupedConfig(((64, 64), (64, 64), (32, 32), (16, 32)), 4, 2, 2, FLAT),),
-    ("hopper", "tf32x3"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 32, FLAT)), 4, 2, 2),),
-    ("nvidia", "widened"): (GroupedConfig(((32, 64), (32, 64), (16, 64), (16, 64, FLAT), (16, 32, FLAT)), 4, 2, 2),),
-    ("hopper", "widened"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64)), 4, 2, 2),),
+    ("blackwell", "bf16x3"): (GroupedConfig(((32, 64), (32, 64)), 4, 2, 2),),
+    ("blackwell", "bf16x6"): (GroupedConfig(((32, 64),), 4, 2, 2),),
+    ("nvidia", "bf16x3"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 3, 2),),
+    ("hopper", "bf16x3"): (GroupedConfig(((64, 64), (64, 64), (64, 64), (32, 64)), 4, 2, 2),),
+    ("nvidia", "bf16x6"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 2, 2),),
+    ("hopper", "bf16x6"): (GroupedConfig(((64, 64), (64, 64), (32, 64)), 4, 2, 2),),
     ("nvidia", "fp64"): (GroupedConfig(((16, 16),) * 5, 8, 2, 1, FLAT),),
     ("amd", "fp32"): (GroupedConfig(((16, 64), (16, 64), (16, 64)), 1, 2, 4),),
     ("amd", "bf16"): (GroupedConfig(((16, 64), (16, 64), (16, 64), (16, 32)), 1, 2, 4),),
+    ("amd", "bf16x3"): (GroupedConfig(((16, 64), (16, 64), (16, 32)), 1, 2, 4),),
     ("amd", "fp64"): (GroupedConfig(((16, 16),) * 3, 1, 2, 4),),
     ("interpreter", "fp64"): (
         GroupedConfig(((128, 64),) * 5, 1, 1, 1),
@@ -314,12 +292,12 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
         (Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 3)),
         (Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),
     ),
-    ("nvidia", "tf32"): ((Config(128, 64, 32, 8, 3), Config(128, 64, 32, 8, 3)),),
-    ("hopper", "tf32"): ((Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
-    ("nvidia", "tf32x3"): ((Config(128, 64, 32, 8, 3), Config(128, 64, 16, 8, 3)),),
-    ("hopper", "tf32x3"): ((Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
-    ("nvidia", "widened"): ((Config(64, 64, 16, 4, 3), Config(64, 64, 32, 4, 3)),),
-    ("hopper", "widened"): ((Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
+    ("blackwell", "bf16x3"): ((Config(128, 64, 32, 8, 2), Config(128, 64, 32, 8, 3)),),
+    ("blackwell", "bf16x6"): ((Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),),
+    ("nvidia", "bf16x3"): ((Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
+    ("hopper", "bf16x3"): ((Config(128, 128, 64, 8, 2), Config(128, 128, 64, 8, 2)),),
+    ("nvidia", "bf16x6"): ((Config(128, 128, 32, 8, 3), Config(128, 64, 32, 8, 3)),),
+    ("hopper", "bf16x6"): ((Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
     ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 3), Config(32, 32, 16, 4, 3)),),
     ("amd", "fp32"): (
         (Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),
@@ -329,8 +307,7 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
         (Config(128, 64, 64, 4, 2), Config(128, 128, 32, 4, 2)),
         (Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),
     ),
-    ("amd", "tf32x3"): ((Config(128, 64, 32, 4, 2), Config(64, 64, 16, 1, 2)),),
-    ("amd", "widened"): ((Config(128, 64, 32, 4, 2), Config(64, 64, 16, 1, 2)),),
+    ("amd", "bf16x3"): ((Config(128, 64, 32, 4, 2), Config(128, 64, 32, 4, 2)),),
     ("amd", "fp64"): ((Config(32, 32, 16, 4, 2), Config(32, 32, 16, 4, 2)),),
     ("interpreter", "fp64"): ((Config(128, 64, 128, 1, 1), Config(128, 64, 128, 1, 1)),) * 2,
 }

@@ -31,8 +31,8 @@ ARITHMETIC = {
     "fp64": [(torch.float64, "highest")],
     "fp32": [(torch.float32, "highest")],
     "bf16": [(torch.bfloat16, "highest")],
-    "tf32x3": [(torch.float32, "high")],
-    "widened": [(torch.float16, "highest")],
+    "bf16x6": [(torch.float32, "high")],
+    "bf16x3": [(torch.float16, "highest")],
 }
 
 

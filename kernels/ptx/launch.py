@@ -64,6 +64,9 @@ class Report:
             raise AssertionError("\n".join(map(str, self.findings)))
 
 
+Argument = Tensor | int | float
+
+
 @contextmanager
 def simulated(
     target: str,
@@ -71,6 +74,8 @@ def simulated(
     processors: int = PROCESSORS,
     reachable: Sequence[Tensor] = (),
     edit: Callable[[str, str], str] | None = None,
+    instead: Callable[[str, Sequence[Argument]], bool] | None = None,
+    after: Callable[[Sequence[Argument]], None] | None = None,
 ) -> Iterator[Report]:
     """Let launches of Triton kernels on CPU tensors run in the simulator, and yield the report that they add to.
 
@@ -79,6 +84,8 @@ def simulated(
         processors: how many the GPU has, which determines the number of programs.
         reachable: tensors that kernels know by address only, as those of the grouped product.
         edit: a function of a kernel's name and PTX that returns the PTX to execute instead.
+        instead: a function of a launch's PTX and arguments that may do its work, and then returns True.
+        after: a function of the arguments of a launch that was simulated.
 
     Raises:
         ValueError: the simulator does not know the target.
@@ -94,8 +101,12 @@ def simulated(
     def run(function: JITFunction, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         kernel = _specialized(function, gpu, arguments, options)
         sizes = grid(kernel.bound) if callable(grid) else grid
+        if instead is not None and instead(kernel.ptx, kernel.arguments):
+            return
         ptx = kernel.ptx if edit is None else edit(function.__name__, kernel.ptx)
         report.launches.append(execute(ptx, kernel.arguments, sizes, kernel.shared_memory, reachable))
+        if after is not None:
+            after(kernel.arguments)
 
     before = JITFunction.run, device.INTERPRETER
     JITFunction.run, device.INTERPRETER = run, replace(gpu.device, processors=processors)
@@ -112,7 +123,7 @@ class Specialized:
     ptx: str
     shared_memory: int
     bound: dict[str, Any]
-    arguments: list[Tensor | int | float]  # without constants
+    arguments: list[Argument]  # without constants
 
 
 _COMPILED: dict[tuple[JITFunction, str, str], tuple[str, int]] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from s3d_fast.kernels.ptx.findings import Fault, Finding
-from s3d_fast.kernels.ptx.launch import Report, simulated
+from s3d_fast.kernels.ptx.launch import Argument, simulated
 
 ORDERING = re.compile(
     r"^[ \t]*(bar\.sync|barrier\.sync|bar\.warp\.sync|cp\.async\.wait_group|wgmma\.wait_group|wgmma\.fence"
@@ -59,47 +59,77 @@ def without_line(ptx: str, line: int) -> str:
     return "\n".join(lines)
 
 
+class Played:
+    """The launches of a call, and what each left in its tensors: a call with one changed kernel runs that one alone."""
+
+    def __init__(self, target: str, call: Callable[[], Sequence[Tensor]], reachable: Sequence[Tensor]) -> None:
+        self.target, self.call, self.reachable = target, call, reachable
+        self.states: list[list[Tensor]] = []
+
+        def keep(arguments: Sequence[Argument]) -> None:
+            self.states.append([tensor.clone() for tensor in self.tensors(arguments)])
+
+        with simulated(target, reachable=reachable, after=keep) as self.report:
+            call()
+
+    def tensors(self, arguments: Sequence[Argument]) -> list[Tensor]:
+        """Return what a launch can read or write."""
+        return [*(own for own in arguments if isinstance(own, Tensor)), *self.reachable]
+
+    def changed(self, ptx: str, line: int) -> tuple[list[Finding], bool]:
+        """Run the launches of one kernel without a line; return what is found, and whether they leave the same bits.
+
+        The other launches are not run: their tensors get what they had.
+        """
+        mutated, number, are_same = without_line(ptx, line), -1, True
+
+        def replay(own: str, arguments: Sequence[Argument]) -> bool:
+            nonlocal number
+            number += 1
+            if own != ptx:
+                for tensor, state in zip(self.tensors(arguments), self.states[number], strict=True):
+                    tensor.copy_(state)
+            return own != ptx
+
+        def compare(arguments: Sequence[Argument]) -> None:
+            nonlocal are_same
+            for tensor, state in zip(self.tensors(arguments), self.states[number], strict=True):
+                are_same &= torch.equal(_bits(tensor), _bits(state))
+                tensor.copy_(state)
+
+        changes = {"edit": lambda *_: mutated, "instead": replay, "after": compare}
+        with simulated(self.target, reachable=self.reachable, **changes) as report:
+            self.call()
+        return report.findings, are_same
+
+
 def mutants(target: str, call: Callable[[], Sequence[Tensor]], reachable: Sequence[Tensor] = ()) -> list[Mutant]:
     """Return what becomes of every kernel that a call launches without each of its ordering instructions.
 
-    `call` returns tensors, and gives the same bits every time.
+    `call` gives the same bits every time.
     """
-    with simulated(target, reachable=reachable) as report:
-        expected = [tensor.clone() for tensor in call()]
-    before = _kinds(report.findings)
-    found = []
-    for kernel, ptx in dict.fromkeys((launch.kernel, launch.ptx) for launch in report.launches):
-        own = [launch.executed for launch in report.launches if launch.ptx == ptx]
+    played = Played(target, call, reachable)
+    before, found = _kinds(played.report.findings), []
+    for kernel, ptx in dict.fromkeys((launch.kernel, launch.ptx) for launch in played.report.launches):
+        own = [launch.executed for launch in played.report.launches if launch.ptx == ptx]
         for line, name in ordering_instructions(ptx):
             if not any(executed[line] for executed in own):
                 found.append(Mutant(kernel, target, name, line, UNNEEDED, "not executed in this case"))
                 continue
-            outcome, reason = _judge(target, call, reachable, ptx, line, expected, before)
+            outcome, reason = _judge(played, ptx, line, before)
             found.append(Mutant(kernel, target, name, line, outcome, reason or REASONS[name]))
     return found
 
 
-def _judge(
-    target: str,
-    call: Callable[[], Sequence[Tensor]],
-    reachable: Sequence[Tensor],
-    ptx: str,
-    line: int,
-    expected: Sequence[Tensor],
-    before: set[tuple[str, int]],
-) -> tuple[str, str]:
-    mutated = without_line(ptx, line)
-    report = Report()
+def _judge(played: Played, ptx: str, line: int, before: set[tuple[str, int]]) -> tuple[str, str]:
     try:
-        with simulated(target, reachable=reachable, edit=lambda _, own: mutated if own == ptx else own) as report:
-            results = call()
+        findings, are_same = played.changed(ptx, line)
     except Fault as fault:
         return REPORTED, str(fault).split(":")[0]
-    new = [finding for finding in report.findings if (finding.kind, finding.line) not in before]
+    new = [finding for finding in findings if (finding.kind, finding.line) not in before]
     if new:
         return REPORTED, new[0].kind
-    is_same = all(torch.equal(_bits(one), _bits(other)) for one, other in zip(results, expected, strict=True))
-    return (UNNEEDED, "") if is_same else (MISSED, "the result changes and nothing is reported")
+    return (UNNEEDED, "") if are_same else (MISSED, "the result changes and nothing is reported")
 
 
 def _kinds(findings: Iterable[Finding]) -> set[tuple[str, int]]:
@@ -108,7 +138,7 @@ def _kinds(findings: Iterable[Finding]) -> set[tuple[str, int]]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return a tensor as bytes, so that NaN equals itself."""
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def table(found: Iterable[Mutant]) -> str:

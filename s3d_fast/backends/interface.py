@@ -36,6 +36,14 @@ class Backend(ABC):
     def why_not_activation(self, activation: Activation) -> str:
         """Return why `curvature_coefficients` cannot take this activation; empty if it can."""
 
+    def prepared_bytes(self, X: Tensor, is_multiplied: bool) -> int:
+        """Return the memory that `prepared` takes; 0 if products read X as it is."""
+        return 0
+
+    def prepared(self, X: Tensor, is_multiplied: bool) -> Tensor:
+        """Return X with what products would else copy every time; X are rows that they multiply, or coefficients."""
+        return X
+
     @abstractmethod
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         """Return S_j v_j for all filters of one layer."""

@@ -12,6 +12,7 @@ from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.base import require
 from s3d_fast.base.dtypes import compute_dtype
 from s3d_fast.kernels import (
+    aligned,
     curvature,
     dense,
     depthwise,
@@ -21,6 +22,7 @@ from s3d_fast.kernels import (
     krylov,
     pointwise,
     pointwise_wide,
+    products,
     surgery,
     tridiagonal,
 )
@@ -44,6 +46,12 @@ class TritonBackend(Backend):
 
     def why_not_activation(self, activation: Activation) -> str:
         return why_not_activation(activation)
+
+    def prepared_bytes(self, X: Tensor, is_multiplied: bool) -> int:
+        return aligned.prepared_bytes(products.current_form(X), X, is_multiplied)
+
+    def prepared(self, X: Tensor, is_multiplied: bool) -> Tensor:
+        return aligned.prepared(products.current_form(X), X, is_multiplied)
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         family = pointwise if pointwise.supports(X) else pointwise_wide

@@ -19,7 +19,11 @@ def with_padding(X: Tensor) -> Tensor:
     """Return a copy of X with its shape; behind every row, its last axis, memory holds zeros up to a multiple of 16."""
     width = X.shape[-1]
     # Not new_zeros and a copy: the memory is written once.
-    whole = torch.nn.functional.pad(X, (0, padded_size(width) - width)).contiguous()
+    return without_padding(torch.nn.functional.pad(X, (0, padded_size(width) - width)).contiguous(), width)
+
+
+def without_padding(whole: Tensor, width: int) -> Tensor:
+    """Return the first columns of rows whose other columns are zeros, as `with_padding` does."""
     setattr(whole, _WIDTH, width)
     view = whole[..., :width]
     setattr(view, _WHOLE, whole)
@@ -27,7 +31,7 @@ def with_padding(X: Tensor) -> Tensor:
 
 
 def is_padded(X: Tensor) -> bool:
-    """Return whether X is what `with_padding` returned, or some of its rows."""
+    """Return whether X is what `with_padding` or `without_padding` returned, or some of its rows."""
     whole = getattr(X, _WHOLE, X._base)
     width = getattr(whole, _WIDTH, None)
     if whole is None or width is None or X.stride(-1) != 1:

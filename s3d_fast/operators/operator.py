@@ -68,7 +68,7 @@ class SplittingOperator(ABC):
     # have the samples along their first axis. None are named if batches cannot be stacked.
     COEFFICIENTS: ClassVar[tuple[str, ...]] = ()
     PER_FILTER: ClassVar[tuple[str, ...]] = ()
-    # The tensors that products on GPUs load in whole vectors along their last axis.
+    # The tensors that products on GPUs load in whole vectors along their last axis; the rows that they multiply first.
     WIDE_ROWS: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod

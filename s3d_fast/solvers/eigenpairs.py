@@ -13,8 +13,8 @@ from s3d_fast.backends.choice import choose
 from s3d_fast.backends.cpu_options import cpu_options
 from s3d_fast.base import require
 from s3d_fast.operators import MatrixFreeOperator, PointwiseOperator, SplittingOperator
-from s3d_fast.operators.aligned import aligned_where_faster
 from s3d_fast.operators.operator import LayerShape
+from s3d_fast.operators.prepared import prepared_where_faster
 from s3d_fast.operators.rounded import rounded_where_faster
 from s3d_fast.solvers.auto import Auto
 from s3d_fast.solvers.cut import Cut
@@ -165,7 +165,7 @@ def extremal_eigenpairs(
     starts = _random_starts(operators, generator) if solver.uses_starts else []
     if precision == "medium" and choose(backend).name == "cpu":
         operators = rounded_where_faster(operators)
-    operators = aligned_where_faster(operators, backend)
+    operators = prepared_where_faster(operators, backend)
     with cpu_options(precision=precision):
         spectra = solver.solve(Eigenproblem(operators, starts, tol, backend, progress, until))
 

@@ -59,7 +59,7 @@ def test_the_file_holds_launches_errors_times_and_predictions(tmp_path: Path) ->
     assert found["gpu"]["multi_processor_count"] == 132
     assert found["benchmarks"] == [{"group": "S v", "name": "one", "ratios": {"reference": 2.5}}]
     assert [(own["network"], own["rows"]) for own in found["networks"]] == [
-        (network, kind) for network in SMALL for kind in ("bf16", "fp32")
+        (network, kind) for network in SMALL for kind in ("fp32", "fp32 high", "bf16")
     ]
     for own in found["networks"]:
         # Two parts of bfloat16 have 16 bits, in each of two products.
@@ -72,7 +72,7 @@ def test_the_file_holds_launches_errors_times_and_predictions(tmp_path: Path) ->
     assert {"grouped", "wide, project, few rows", "wide, accumulate", "edgeconv, edges"} <= kernels
     assert any(launch["config"] for launch in found["networks"][0]["launches"])
     lines = gpu_report.summary(found).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 6
     assert all("predicted" in line and "error" in line for line in lines)
 
 

@@ -234,13 +234,14 @@ def test_a_configuration_that_does_not_launch_is_left_out_of_tuning(monkeypatch:
             launch.choose("other", ["too large", "too large as well"], make)
 
 
-def test_three_tf32_products_are_nearly_as_exact_as_float32() -> None:
+def test_six_bfloat16_products_are_as_exact_as_float32() -> None:
     case = RowsCase(600, 60, 20, torch.float32)
     X, C, V = *case.tensors(), case.vectors()
     errors = {}
     for precision in ("highest", "high", "medium"):
         with triton_options(precision=precision):
             errors[precision] = relative_error(matvec(X, C, V), reference.splitting_matvec(*doubles(X, C, V)))
+    assert errors["high"] < 2 * errors["highest"]
     assert errors["high"] < 1e-6
     assert errors["medium"] > 1e-4
 
@@ -253,7 +254,7 @@ def test_float16_rows_do_not_overflow_at_medium_precision(family: str) -> None:
     with triton_options(precision="medium"):
         found = FAMILIES[family](X.half(), C.half(), V, False)
     expected = reference.splitting_matvec(*doubles(X.half(), C.half(), V), False)
-    assert relative_error(found, expected) < 2.0**-9
+    assert relative_error(found, expected) < 2.0**-6
 
 
 def test_a_device_that_no_configuration_fits_is_an_error() -> None:
@@ -324,9 +325,9 @@ def test_the_configurations_that_a_gpu_would_use_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_a_gpu_without_tf32_agrees_with_the_reference(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_bfloat16_agrees_with_the_reference(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "amd")
-    monkeypatch.setattr(device, "INTERPRETER", replace(GPUS["amd"], has_tf32=False))
+    monkeypatch.setattr(device, "INTERPRETER", replace(GPUS["amd"], has_bf16=False))
     for dtype, D in product(DTYPES, [20, 260]):
         case = RowsCase(30, D, 5, dtype, bias=True)
         X, C, V = *case.tensors(), case.vectors()

@@ -96,12 +96,12 @@ def test_a_layer_with_many_rows_is_shared_out_over_tiles(monkeypatch: pytest.Mon
 def test_rows_have_no_more_slices_than_fill_the_processors() -> None:
     # Every slice writes sums: MobileNetV1 at ImageNet size had 82 MB of them on H100, for 145 MB of rows and C.
     device = TARGETS["sm_90"].device
-    config = configs.grouped(device, "split", torch.bfloat16)[0]
+    config = configs.grouped(device, "bf16x2", torch.bfloat16)[0]
     layers = []
     for N, D, M in ((100352, 64, 128), (100352, 128, 128), (25088, 128, 256), (25088, 256, 256), (6272, 256, 512)):
         X, C = (torch.empty(N, width, dtype=torch.bfloat16, device="meta") for width in (D, M))
-        layers.append(grouped.Member(X, C, torch.empty(M, D, device="meta"), False))
-    table = grouped.make_table(layers, [layer.V for layer in layers], config, device)
+        layers.append(grouped.Layer(X[None], C, torch.empty(M, D, device="meta"), False))
+    table = grouped.make_table(layers, "bf16x2", config, device)
     assert launch.fullness(table.tiles, config.per_processor * device.processors) >= launch.FULL_ENOUGH
     assert table.tiles <= 3 * config.per_processor * device.processors
     assert 4 * table.partial_size < 40e6
@@ -184,8 +184,9 @@ def test_a_product_that_leaves_the_range_of_float16_is_right(scale: float) -> No
     assert_products(layers)
 
 
-def test_medium_precision_rounds_the_other_factor_and_no_more() -> None:
-    for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+def test_medium_precision_rounds_to_bfloat16_and_no_more() -> None:
+    # Rows that are not bfloat16 are rounded, too.
+    for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-7), (torch.float32, 2.0**-7)):
         layers = [layer_of(RowsCase(100, D, 6, dtype, bias)) for D in (16, 100) for bias in (False, True)]
         with triton_options(precision="medium"):
             results = products(layers)
@@ -285,12 +286,11 @@ class Cuda:
 
     def table_of(self, layers: Sequence[Layer]) -> grouped.Table:
         """Return the table of these layers, as if they were on the GPU."""
-        members = [grouped.Member(*layer) for layer in layers]
+        members = [grouped.Layer(X[None], C, V, bias) for X, C, V, bias in layers]
         config = GROUPED["interpreter", "fp64"][0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grouped, "on_device", lambda rows, where: torch.tensor(rows))
-            patch.setattr(grouped, "_device_of", lambda layer: self.device)
-            return grouped._table(members, [member.V for member in members], config, INTERPRETER)
+            return grouped._table(members, "ieee", config, INTERPRETER, self.device)
 
 
 def test_a_graph_captures_what_another_stream_has_warmed_up_and_keeps_its_table(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.recorded import Shape, simulate, simulated_counts
 
@@ -14,11 +13,11 @@ Counts = dict[str, dict[str, float]]
 
 
 def costs(shape: Shape, target: str) -> dict[str, Counts]:
-    return simulate(shape, target, torch.bfloat16)
+    return simulate(shape, target, "bf16")
 
 
 def executed(shape: Shape, target: str) -> list[Any]:
-    return list(simulated_counts(shape, target, torch.bfloat16))
+    return list(simulated_counts(shape, target, "bf16"))
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
