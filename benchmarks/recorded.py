@@ -179,7 +179,7 @@ class Call:
         self.of_rows = {own.data_ptr(): shape for X, shape in zip(self.X, shapes, strict=True) for own in _read(X)}
 
     def rows(self, is_multiplied: bool, *sizes: int) -> Tensor:
-        """Return rows as a solver has them: older kernels take them as they are, later ones have them prepared."""
+        """Return rows as a solver has them. Kernels of commit d1d8b60 take them as they are."""
         from s3d_fast.backends.triton import TRITON
         from s3d_fast.kernels.options import triton_options
 

@@ -163,11 +163,15 @@ def kinds_of(gpu: Gpu) -> list[str]:
 def fused(record: dict[str, Any], network: str, gpu: Gpu, kind: str) -> list[tuple[str, Time]]:
     """Return the kernels of S v of a network and their times, launch by launch."""
     where, cache = f"{gpu.target} {kind}", Cache(gpu.cache_size)
-    if where not in record["costs"]:
-        where = f"{gpu.target} {AS_ACCURATE[kind]}"
     costs = record["costs"][where]
     launches = record["networks"][network][where]
     return [(launch["kernel"], launch_time(gpu, kind, launch, costs, cache)) for launch in launches]
+
+
+def before_and_after(record: dict[str, Any], network: str, gpu: Gpu, kind: str) -> tuple[Time, Time]:
+    """Return the times of S v of a network; those before are of kernels that were as accurate."""
+    before = fused(record["before"], network, gpu, AS_ACCURATE.get(kind, kind))
+    return summed(before), summed(fused(record["after"], network, gpu, kind))
 
 
 def unfused(shapes: Sequence[Shape], gpu: Gpu, kind: str) -> Time:
@@ -296,7 +300,7 @@ def comparison(record: dict[str, Any]) -> str:
     for network, shapes in NETWORKS.items():
         for name, gpu in GPUS.items():
             for kind in kinds_of(gpu):
-                before, after = (summed(fused(record[when], network, gpu, kind)) for when in ("before", "after"))
+                before, after = before_and_after(record, network, gpu, kind)
                 other = unfused(shapes, gpu, kind)
                 emitted = f"{after.work['tensor'] / needed(shapes, kind):.2f}" if after.work["tensor"] else ""
                 cells = [
@@ -320,7 +324,7 @@ def conclusion(record: dict[str, Any]) -> str:
     for network, shapes in NETWORKS.items():
         for name, gpu in GPUS.items():
             for kind in kinds_of(gpu):
-                before, after = (summed(fused(record[when], network, gpu, kind)) for when in ("before", "after"))
+                before, after = before_and_after(record, network, gpu, kind)
                 vendor = "NVIDIA's GPUs" if gpu.target.startswith("sm") else name
                 found = gains.setdefault((kind, vendor), [])
                 found += [before.fastest / after.fastest, before.slowest / after.slowest]
@@ -330,8 +334,8 @@ def conclusion(record: dict[str, Any]) -> str:
     stand = [f"{_range(own)} times as fast with {kind} rows" for kind, own in against.items()]
     text = (
         f"Compared with the kernels before, S v is {', '.join(became[:-1])} and {became[-1]}. "
-        f"Compared with the best unfused form it is {' and '.join(stand)}; the lower figures are for kernels in "
-        "which nothing overlaps, the upper ones for full overlap."
+        f"Compared with the best unfused form it is {', '.join(stand[:-1])} and {stand[-1]}; the lower figures "
+        "are for kernels in which nothing overlaps, the upper ones for full overlap."
     )
     return textwrap.fill(text, 120) + "\n"
 

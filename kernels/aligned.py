@@ -1,8 +1,8 @@
 """Rows as tensor cores want them: in bfloat16 planes, aligned, and loaded in whole vectors.
 
-Rows that are not stored like that are copied first, chunk by chunk. Copies that stay in the cache cost little, but a
-solver makes them once: see `prepared`, and `s3d_fast.operators.prepared`. The kernels for IEEE products take rows of
-any alignment as they are.
+Rows that are not stored like that are copied first, in chunks of `scratch_bytes`. Copies that stay in the cache cost
+little, but a solver makes them once: see `prepared`, and `s3d_fast.operators.prepared`. The kernels for IEEE products
+take rows of any alignment as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from s3d_fast.base.padding import MULTIPLE, is_padded, padded_size, with_padding, without_padding
+from s3d_fast.base.padding import MULTIPLE, is_padded, padded_size, same_rows, with_padding, without_padding
 from s3d_fast.kernels.launch import Launch, on_device
 from s3d_fast.kernels.options import TritonOptions
 from s3d_fast.kernels.products import row_storage, split_launch
@@ -27,7 +27,7 @@ _PLANES = "_s3d_fast_planes"
 def is_aligned(*tensors: Tensor) -> bool:
     """Return whether whole vectors of these rows, their last axis, can be loaded.
 
-    Addresses and strides are multiples of 16, rows are contiguous, and so are widths, unless zeros follow.
+    Their entries are contiguous; addresses, strides and widths are multiples of 16, or zeros follow up to one.
     """
     return all(
         tensor.stride(-1) == 1
@@ -53,13 +53,23 @@ def aligned(form: str, C: Tensor) -> Tensor:  # (N, M)
 
 def ready_planes(form: str, X: Tensor) -> Tensor | None:  # (..., D) -> (planes, N, D)
     """Return rows as products of this form read them, if they are there: as they are, or planes that they carry."""
-    rows, storage = X.flatten(0, -2), row_storage(form, X.dtype)
+    storage = row_storage(form, X.dtype)
     if form == "ieee":
-        return rows[None]
+        return same_rows(X.flatten(0, -2)[None], X)
     if storage == (1, X.dtype):
-        return rows[None] if is_aligned(rows) else None
+        rows = _aligned_view(X)
+        return None if rows is None else same_rows(rows[None], X)
     known = getattr(X, _PLANES, None)
     return known if known is not None and len(known) == storage[0] else None
+
+
+def _aligned_view(X: Tensor) -> Tensor | None:
+    """Return all rows as one matrix, if no copy is needed and whole vectors of it can be loaded."""
+    try:
+        rows = same_rows(X.view(-1, X.shape[-1]), X)
+    except RuntimeError:
+        return None
+    return rows if is_aligned(rows) else None
 
 
 def in_planes(form: str, X: Tensor) -> Tensor:  # (..., D) -> (planes, N, D)
@@ -69,17 +79,28 @@ def in_planes(form: str, X: Tensor) -> Tensor:  # (..., D) -> (planes, N, D)
         return known
     rows = X.flatten(0, -2)
     if row_storage(form, X.dtype) == (1, X.dtype):
-        return with_padding(rows)[None]
+        padded = with_padding(rows)
+        return same_rows(padded[None], padded)
     launch, planes = split_rows(form, rows)
     with on_device(X):
         launch.run()
     return planes
 
 
+def copied_at_once(form: str, X: Tensor, options: TritonOptions) -> int:  # (samples, ..., D)
+    """Return how many samples of X may be copied for products of this form at once; all if none must be copied."""
+    per_sample = prepared_bytes(form, X[:1], is_multiplied=True)
+    if ready_planes(form, X) is not None or per_sample == 0:
+        return len(X)
+    return max(1, options.scratch_bytes // per_sample)
+
+
 def split_rows(form: str, X: Tensor) -> tuple[Launch, Tensor]:  # (N, D)
     """Return the launch that writes the planes of rows, and the planes (planes, N, D), which zeros follow."""
     storage, columns = row_storage(form, X.dtype), range(X.shape[1])
-    launch, planes = split_launch(X, form, storage, False, columns, name="split, rows")
+    # Distances of columns are 32-bit numbers in the kernel.
+    rows = X if X.stride(1) == 1 else X.contiguous()
+    launch, planes = split_launch(rows, form, storage, False, columns, name="split, rows")
     return launch, without_padding(planes, X.shape[1])
 
 
@@ -88,8 +109,9 @@ def prepared_bytes(form: str, X: Tensor, is_multiplied: bool) -> int:
     if X.dtype == torch.float64:
         return 0
     count, dtype = row_storage(form, X.dtype) if is_multiplied else (1, X.dtype)
-    is_ready = is_aligned(X) if (count, dtype) == (1, X.dtype) else ready_planes(form, X) is not None
-    return 0 if is_ready else count * dtype.itemsize * (X.numel() // X.shape[-1]) * padded_size(X.shape[-1])
+    is_stored = (count, dtype) == (1, X.dtype)
+    is_ready = _aligned_view(X) is not None if is_stored else ready_planes(form, X) is not None
+    return 0 if is_ready else count * dtype.itemsize * X.shape[:-1].numel() * padded_size(X.shape[-1])
 
 
 def prepared(form: str, X: Tensor, is_multiplied: bool) -> Tensor:
@@ -127,7 +149,7 @@ def by_aligned_rows(
     sizes = [count * dtype.itemsize * padded_size(X.shape[1])]
     sizes += [own.itemsize * padded_size(own.shape[1]) for own in coefficients]
     rows = max(LEAST_ROWS, options.scratch_bytes // sum(sizes))
-    parts = X.split(rows) if known is None else known.split(rows, 1)
+    parts = X.split(rows) if known is None else [same_rows(own, known) for own in known.split(rows, 1)]
     total = None
     for x, *own in zip(parts, *(C.split(rows) for C in coefficients), strict=True):
         copies = [pad(c, (0, extra)) if extra else aligned(form, c) for c in own]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from s3d_fast.base.padding import padded_size
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.aligned import in_planes, is_aligned
+from s3d_fast.kernels.aligned import copied_at_once, in_planes, is_aligned, ready_planes
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan
 from s3d_fast.kernels.options import TritonOptions, current
@@ -244,6 +244,16 @@ def depthwise_matvec(
         return torch.zeros_like(V)
     vectors, options, device = V.reshape(-1, V.shape[-1]).contiguous(), current(), describe(X.device)
     form = current_form(X)
+    by_image = X.unflatten(0, (len(C[0]), -1))
+    at_once = len(by_image) if ready_planes(form, X) is not None else copied_at_once(form, by_image, options)
+    if at_once < len(by_image):
+        total = torch.zeros_like(V)
+        for first in range(0, len(by_image), at_once):
+            own = slice(first, first + at_once)
+            maps, slopes = ([one[own] for one in given] for given in (C, d))
+            rows = by_image[own].flatten(0, 1)
+            total += depthwise_matvec(X=rows, C=maps, d=slopes, weight=weight, stages=stages, V=V, bias=bias)
+        return total
     rows = in_planes(form, X)
     candidates = configs.wide(device, form, X.dtype, len(X))
     shapes = (X.shape[1], len(vectors), bias, rows.stride(), *(tuple(own.shape) for own in (*C, *weight)))

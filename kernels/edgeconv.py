@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.aligned import in_planes, is_aligned
+from s3d_fast.kernels.aligned import copied_at_once, in_planes, is_aligned
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
@@ -303,6 +303,14 @@ def edgeconv_matvec(
     vectors = V.reshape(-1, V.shape[-1]).contiguous()
     device = describe(X.device)
     form = current_form(X)
+    at_once = copied_at_once(form, X, options)
+    if at_once < clouds:
+        total = torch.zeros_like(V)
+        for first in range(0, clouds, at_once):
+            own = slice(first, first + at_once)
+            edges, tied = _of_clouds(incoming, own), _ties_of_clouds(ties, own)
+            total += edgeconv_matvec(X=X[own], incoming=edges, C=C[own], V=V, bias=bias, ties=tied)
+        return total
     rows = in_planes(form, X)
     candidates = configs.wide(device, form, X.dtype, clouds * points)
     shapes = (bias, ties is None, options.atomic, F, len(vectors), M, (clouds * points).bit_length())
@@ -312,3 +320,17 @@ def edgeconv_matvec(
             key, candidates, lambda pair: plan(rows, incoming, C, vectors, bias, ties, form, device, options, pair)
         )
     return result.view(V.shape)
+
+
+def _of_clouds(edges: Incoming, own: slice) -> Incoming:
+    """Return the edges of some clouds."""
+    return Incoming(*(tensor[own] for tensor in edges))
+
+
+def _ties_of_clouds(ties: EdgeTies | None, own: slice) -> EdgeTies | None:
+    """Return the ties of some clouds."""
+    if ties is None:
+        return None
+    d1, d2 = (None if slopes is None else slopes[own] for slopes in (ties.d1, ties.d2))
+    incoming = None if ties.incoming is None else _of_clouds(ties.incoming, own)
+    return EdgeTies(ties.runner[own], ties.K[own], d1, d2, incoming)

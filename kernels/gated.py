@@ -341,7 +341,7 @@ def gated_matvec(*, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: 
         (_, N, D), F = X.shape, len(V)
         first, second, *last = coefficients
         c = (first, second, last[0] if last else None)
-        shapes = (D, F, first.shape[1], bias, c22 is None, X.stride(), N.bit_length())
+        shapes = (D, F, first.shape[1], bias, c22 is None, X.stride()[1:], N.bit_length())
         key = ("gated", first.device, first.dtype, form, is_aligned(X, *coefficients), *shapes)
         if candidates := configs.gated(device, form, first.dtype, width, F, bias):
             return launch.choose(key, candidates, lambda own: plan(X, c, V, bias, form, device, own))

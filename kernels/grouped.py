@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s3d_fast.base.padding import padded_size
+from s3d_fast.base.padding import MULTIPLE, padded_size
 from s3d_fast.kernels import configs, launch, pointwise, pointwise_wide
 from s3d_fast.kernels.aligned import aligned, in_planes, is_whole, ready_planes
 from s3d_fast.kernels.device import Device, describe
@@ -269,10 +269,12 @@ def _listed(given: Member, form: str) -> Layer | None:
             return layer if is_listed and planes.stride(2) == C.stride(1) == 1 and not is_far else None
     count, dtype = row_storage(form, X.dtype)
     scratch = len(X) * (count * dtype.itemsize * X.shape[1] + C.itemsize * C.shape[1])
-    if X.shape[1] > _widest(form, C, True, _has_few_filters(given, form)) or scratch > current().scratch_bytes:
+    is_listed = X.shape[1] <= _widest(form, C, True, _has_few_filters(given, form))
+    # Of several vectors per filter, only the first would begin at a multiple of 16.
+    is_odd = vectors.numel() != C.shape[1] * V.shape[-1] and C.shape[1] % MULTIPLE != 0
+    if not is_listed or is_odd or scratch > current().scratch_bytes:
         return None
-    copy = Layer(in_planes(form, X), aligned(form, C), vectors, bias)
-    return copy if copy.is_whole else None
+    return Layer(in_planes(form, X), aligned(form, C), vectors, bias)
 
 
 def _configs(form: str, C: Tensor, is_whole: bool, has_few_filters: bool) -> list[GroupedConfig]:

@@ -67,11 +67,11 @@ def triton_options(
             "high": like "highest", except that float32 rows use the tensor cores of NVIDIA's GPUs, with both factors in
             three bfloat16 planes, which hold all of their bits.
             "medium": one product on tensor cores, with both factors rounded to bfloat16.
-        atomic: add partial sums by atomic operations, in single layers of up to 256 inputs and in EdgeConv layers. This
-            takes less memory, but the last bits of the results differ from run to run. All other calls give the same
-            bits every time on the same kind of GPU.
+        atomic: add partial sums by atomic operations, in single layers that take one launch and in EdgeConv layers.
+            This takes less memory, but the last bits of the results differ from run to run. All other calls give the
+            same bits every time on the same kind of GPU.
         tune: at the first call of each kind, time every configuration that fits the device, and keep the fastest.
-        scratch_bytes: the memory for the intermediate product that layers with more than 256 inputs store.
+        scratch_bytes: the memory for the intermediate product that wide layers store, and for copies of rows.
         cuda_graph: let `extremal_eigenpairs` record a step of Lanczos as a CUDA graph and repeat it until filters leave
             or spaces need more memory. It saves the host's time for every launch, which counts where layers are small.
             Where steps do not consist of launches alone, there is a warning that says why.

@@ -1,4 +1,4 @@
-"""S v for a layer with at most 256 inputs, in one launch: the (N, M) product stays on chip, tile by tile."""
+"""S v for a layer with few inputs (`tiles`), in one launch: the (N, M) product stays on chip, tile by tile."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
 
     def run(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
         (C,), F = coefficients, len(V)
-        shapes = (width, F, C.shape[1], bias, options.atomic, X.stride(), X.shape[1].bit_length())
+        shapes = (width, F, C.shape[1], bias, options.atomic, X.stride()[1:], X.shape[1].bit_length())
         key = ("pointwise", C.device, C.dtype, form, is_aligned(X, C), *shapes)
         candidates = configs.pointwise(device, form, C.dtype, width, F, bias)
         return launch.choose(key, candidates, lambda config: plan(X, C, V, bias, form, device, options, config))

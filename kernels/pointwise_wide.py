@@ -381,7 +381,7 @@ def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
 
     def run(X: Tensor, coefficients: Sequence[Tensor], V: Tensor) -> Tensor:
         ((_, N, D), (C,)) = X.shape, coefficients
-        shapes = (D, len(V), C.shape[1], X.stride(), N.bit_length())
+        shapes = (D, len(V), C.shape[1], X.stride()[1:], N.bit_length())
         key = ("wide", C.device, C.dtype, form, is_aligned(X), bias, *shapes)
         candidates = configs.wide(device, form, C.dtype, N)
         return launch.choose(key, candidates, lambda pair: plan(X, C, V, bias, form, device, options, pair))

@@ -1,7 +1,7 @@
 """Products of stored rows with float32 numbers that are accurate on tensor cores, too.
 
 Tensor cores multiply bfloat16 numbers, which have 8 bits, exactly, and sum in float32. So both factors become sums of
-bfloat16 planes, a = a_0 + a_1 + ..., where each plane is what the planes before it leave, rounded: it is at most 2^-9
+bfloat16 planes, a = a_0 + a_1 + ..., where each plane is what the planes before it leave, rounded: it is at most 2^-8
 times as large as the one before. Of the products a_i b_j those count whose planes are large enough together.
 
 FORM, the form of a product, names the number of bfloat16 products it takes:
@@ -139,8 +139,10 @@ def load_planes(planes, plane, tile, inside, COUNT: tl.constexpr):
     elif COUNT == 2:
         return (first, tl.load(planes + plane + tile, mask=inside, other=0.0))
     else:
-        second = tl.load(planes + plane + tile, mask=inside, other=0.0)
-        return (first, second, tl.load(planes + 2 * plane + tile, mask=inside, other=0.0))
+        # Twice the distance of planes may exceed 32 bits.
+        next_plane = planes + plane
+        second = tl.load(next_plane + tile, mask=inside, other=0.0)
+        return (first, second, tl.load(next_plane + plane + tile, mask=inside, other=0.0))
 
 
 @triton.jit
@@ -148,7 +150,8 @@ def store_planes(planes, plane, where, v, inside, COUNT: tl.constexpr, FORM: tl.
     """Store the COUNT planes of numbers."""
     parts = planes_of(v, COUNT, FORM)
     for i in tl.static_range(len(parts)):
-        tl.store(planes + i * plane + where, parts[i], mask=inside)
+        tl.store(planes + where, parts[i], mask=inside)
+        planes += plane
 
 
 @triton.jit
@@ -229,7 +232,7 @@ def split_launch(
     grid = (triton.cdiv(F, SPLIT_FILTERS), max(1, triton.cdiv(padded_size(D), SPLIT_COLUMNS)))
     arguments = dict(
         V=V, planes=planes, F=F, D=D, v_row=V.stride(0), v_column=V.stride(1), plane=planes.stride(0),
-        pitch=planes.stride(1), first=columns.start, less=less, LESS=less > 0, COUNT=count, FORM=form, ACROSS=across,
+        pitch=planes.shape[2], first=columns.start, less=less, LESS=less > 0, COUNT=count, FORM=form, ACROSS=across,
         BF=SPLIT_FILTERS, BD=SPLIT_COLUMNS,
     )  # fmt: skip
     return Launch(name, split_kernel, grid, arguments, SPLIT_WARPS), planes

@@ -296,7 +296,10 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("blackwell", "bf16x6"): ((Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),),
     ("nvidia", "bf16x3"): ((Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
     ("hopper", "bf16x3"): ((Config(128, 128, 64, 8, 2), Config(128, 128, 64, 8, 2)),),
-    ("nvidia", "bf16x6"): ((Config(128, 128, 32, 8, 3), Config(128, 64, 32, 8, 3)),),
+    ("nvidia", "bf16x6"): (
+        (Config(128, 128, 32, 8, 3), Config(128, 64, 32, 8, 3)),
+        (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 4, 3)),
+    ),
     ("hopper", "bf16x6"): ((Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
     ("nvidia", "fp64"): ((Config(32, 32, 16, 4, 3), Config(32, 32, 16, 4, 3)),),
     ("amd", "fp32"): (

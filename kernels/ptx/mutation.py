@@ -97,8 +97,10 @@ class Played:
                 are_same &= torch.equal(_bits(tensor), _bits(state))
                 tensor.copy_(state)
 
-        changes = {"edit": lambda *_: mutated, "instead": replay, "after": compare}
-        with simulated(self.target, reachable=self.reachable, **changes) as report:
+        def edit(kernel: str, own: str) -> str:
+            return mutated
+
+        with simulated(self.target, reachable=self.reachable, edit=edit, instead=replay, after=compare) as report:
             self.call()
         return report.findings, are_same
 

@@ -54,16 +54,22 @@ class TritonBackend(Backend):
         return aligned.prepared(products.current_form(X), X, is_multiplied)
 
     def splitting_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
+        if X.shape[1] == 0:
+            # The kernels' products need at least one column.
+            return REFERENCE.splitting_matvec(X=X, C=C, V=V, bias=bias)
         family = pointwise if pointwise.supports(X) else pointwise_wide
         return family.splitting_matvec(X=X, C=C, V=V, bias=bias)
 
     def splitting_matvec_grouped(
         self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Sequence[Tensor], bias: Sequence[bool]
     ) -> list[Tensor]:
-        layers = zip(X, C, V, bias, strict=True)
-        return grouped.splitting_matvec_grouped([grouped.Member(X=x, C=c, V=v, bias=b) for x, c, v, b in layers])
+        layers = [grouped.Member(*layer) for layer in zip(X, C, V, bias, strict=True)]
+        found = iter(grouped.splitting_matvec_grouped([layer for layer in layers if layer.X.shape[1] > 0]))
+        return [next(found) if layer.X.shape[1] > 0 else self.splitting_matvec(**layer._asdict()) for layer in layers]
 
     def gated_matvec(self, *, X: Tensor, c11: Tensor, c12: Tensor, c22: Tensor | None, V: Tensor, bias: bool) -> Tensor:
+        if X.shape[1] == 0:
+            return REFERENCE.gated_matvec(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
         return gated.gated_matvec(X=X, c11=c11, c12=c12, c22=c22, V=V, bias=bias)
 
     def depthwise_matvec(

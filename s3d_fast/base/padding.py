@@ -30,6 +30,13 @@ def without_padding(whole: Tensor, width: int) -> Tensor:
     return view
 
 
+def same_rows(view: Tensor, X: Tensor) -> Tensor:
+    """Return a view of rows of X, known as padded if X is: in inference mode, views forget what they are of."""
+    if getattr(X, _WHOLE, None) is not None:
+        setattr(view, _WHOLE, getattr(X, _WHOLE))
+    return view
+
+
 def is_padded(X: Tensor) -> bool:
     """Return whether X is what `with_padding` or `without_padding` returned, or some of its rows."""
     whole = getattr(X, _WHOLE, X._base)

@@ -63,7 +63,7 @@ def test_the_file_holds_launches_errors_times_and_predictions(tmp_path: Path) ->
     ]
     for own in found["networks"]:
         # Two parts of bfloat16 have 16 bits, in each of two products.
-        assert own["error"] < 2.0**-15
+        assert own["error"] < (2.0**-15 if own["rows"] == "bf16" else 1e-6)
         assert own["error, unfused"] < 1e-4
         assert own["ms"]["shortest"] <= own["ms"]["median"] <= own["ms"]["longest"]
         assert own["predicted, ms"]["fastest"] < own["predicted, ms"]["slowest"]

@@ -10,10 +10,10 @@ import torch
 import s3d_fast as s3d
 from s3d_fast.base.padding import is_padded, padded_size, with_padding
 from s3d_fast.kernels import aligned as kernels_aligned
-from s3d_fast.kernels import gated, grouped, pointwise
+from s3d_fast.kernels import gated, grouped, pointwise, products
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.maths import reference
-from s3d_fast.operators import EdgeConvOperator, GatedOperator, PointwiseOperator, SumOperator
+from s3d_fast.operators import DepthwiseOperator, EdgeConvOperator, GatedOperator, PointwiseOperator, SumOperator
 from s3d_fast.operators.prepared import prepared_where_faster
 from tests.cases import RowsCase, doubles, random_tensor, random_vectors, relative_error
 from tests.kernel_cases import pretend, recorded
@@ -129,7 +129,9 @@ def test_every_form_agrees_with_the_reference_after_it_was_prepared(dtype: torch
         for plain, own in zip(operators, prepared_where_faster(operators, "triton"), strict=True):
             assert own is not plain
             V = random_vectors(*plain.shape, dtype=dtype)
-            assert relative_error(own.matvec(V, "triton"), plain.matvec(V, "reference")) < BOUND, plain
+            error = relative_error(own.matvec(V, "triton"), plain.matvec(V, "reference"))
+            # float16 rows have two planes: one more product of planes is left out.
+            assert error < (2 * BOUND if dtype == torch.float16 else BOUND), plain
 
 
 def test_planes_are_carried_by_the_operator_of_the_solver_alone() -> None:
@@ -192,3 +194,80 @@ def test_gated_units_with_several_vectors_agree_whatever_their_alignment(monkeyp
     for own in (operator, *prepared_where_faster([copy.copy(operator)], "triton")):
         assert relative_error(own.matvec(V, "triton"), expected) < BOUND
     assert all(entry.arguments["WHOLE"] for entry in launches)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_views_of_prepared_rows_are_known_in_inference_mode(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, "hopper")
+    with torch.inference_mode(), triton_options(precision="high"):
+        X, C = random_tensor(90, 19, dtype=dtype), random_tensor(90, 21, dtype=dtype, seed=1)
+        (own,) = prepared_where_faster([PointwiseOperator(X, C)], "triton")
+        clouds = PointwiseOperator(X, C).X.view(3, 30, 19)
+        edges = EdgeConvOperator(clouds, torch.randint(30, (3, 30, 21)), C.view(3, 30, 21))
+        (prepared,) = prepared_where_faster([edges], "triton")
+        assert kernels_aligned.ready_planes(products.current_form(X), prepared.X) is not None
+        launches = recorded(monkeypatch, grouped, "grouped_kernel")
+        grouped.splitting_matvec_grouped([grouped.Member(own.X, own.C, random_vectors(21, 19, dtype=dtype), False)])
+        assert [entry.arguments["WHOLE"] for entry in launches] == [True]
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_rows_in_any_order_are_multiplied(precision: str) -> None:
+    X, C, V = (
+        random_tensor(40, 70, dtype=torch.float32),
+        random_tensor(70, 5, dtype=torch.float32),
+        random_vectors(5, 40),
+    )
+    with triton_options(precision=precision):
+        SV = s3d.splitting_matvec(X.mT, C, V.float(), backend="triton")
+    assert relative_error(SV, reference.splitting_matvec(*doubles(X.mT, C, V), False)) < 1e-6
+
+
+def test_permuted_clouds_are_copied_before_the_first_product_only() -> None:
+    # Aligned, but no view of all points as one matrix.
+    X = random_tensor(3, 32, 16, dtype=torch.bfloat16).permute(0, 2, 1)
+    winner, C = torch.randint(16, (3, 16, 5)), random_tensor(3, 16, 5, dtype=torch.bfloat16, seed=1)
+    plain = EdgeConvOperator(X, winner, C)
+    (own,) = prepared_where_faster([plain], "triton")
+    assert kernels_aligned.ready_planes("bf16x2", plain.X) is None
+    assert kernels_aligned.ready_planes("bf16x2", own.X) is not None
+    V = random_vectors(*plain.shape, dtype=torch.float32)
+    assert relative_error(own.matvec(V, "triton"), plain.matvec(V, "reference")) < BOUND
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_copies_of_clouds_and_images_take_no_more_than_the_scratch_memory(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    own = kernels_aligned.split_rows
+    monkeypatch.setattr(kernels_aligned, "split_rows", lambda form, X: sizes.append(len(X)) or own(form, X))
+    X, C = random_tensor(5, 12, 20, dtype=torch.float32), random_tensor(5, 12, 7, dtype=torch.float32, seed=1)
+    winner, runner = torch.randint(12, (2, 5, 12, 7))
+    slopes = {"d1": C * C, "d2": C + 1} if bias else {}
+    edges = EdgeConvOperator(X, winner, C, runner=runner, K=C, **slopes, bias=bias)
+    maps = random_tensor(5, 3, 4, 7, dtype=torch.float32), random_tensor(5, 3, 4, 7, dtype=torch.float32, seed=1)
+    taps = [random_tensor(7, 3, 3, dtype=torch.float32)]
+    stage = reference.DepthwiseStage(padding=(1, 1))
+    chain = DepthwiseOperator(X.flatten(0, 1), [*maps], [maps[1]], taps, stages=[stage], bias=bias)
+    for operator in (edges, chain):
+        sizes.clear()
+        V = random_vectors(*operator.shape, dtype=torch.float32)
+        with triton_options(precision="high", scratch_bytes=2 * 12 * 32 * 6):
+            SV = operator.matvec(V, "triton")
+        assert sizes == [24, 24, 12]
+        assert relative_error(SV, operator.matvec(V, "reference")) < 1e-6, operator
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_bias_alone_needs_no_rows(dtype: torch.dtype) -> None:
+    X, C, V = (
+        torch.empty(40, 0, dtype=dtype),
+        random_tensor(40, 5, dtype=dtype),
+        random_vectors(5, 1, dtype=torch.float32),
+    )
+    with triton_options(precision="high"):
+        SV = s3d.splitting_matvec(X, C, V, bias=True, backend="triton")
+    assert relative_error(SV, reference.splitting_matvec(*doubles(X, C, V), True)) < BOUND
