@@ -117,6 +117,11 @@ def _bound(device: Device, kept: Sequence[int], buffered: Sequence[int], stages:
     return min(bound, AMD_SHARED_MEMORY) if device.vendor == "amd" else bound
 
 
+def _stages(config: Config, device: Device, form: str) -> int:
+    """Return how many stages are loaded ahead; the six products of B200 may be two more stages late."""
+    return config.stages + 2 * (form == "bf16x6" and device.has_tensor_memory)
+
+
 def _sizes(form: str, stored: torch.dtype) -> tuple[int, int]:
     """Return the bytes of an entry of the rows, and of the other factor, in all planes."""
     number = torch.float64 if stored == torch.float64 else torch.float32
@@ -138,7 +143,7 @@ def fused_memory(config: Config, device: Device, form: str, stored: torch.dtype,
     moved = 0 if stays else 2 * halves * BN * BM * max(4, factor)
     coefficients = (1 if halves == 1 else 3) * BN * BM * stored.itemsize
     kept = [halves * BM * BD * factor, moved, 2 * _widened(BN * BD, form, stored)]
-    return _bound(device, kept, [BN * BD * row, coefficients], config.stages)
+    return _bound(device, kept, [BN * BD * row, coefficients], _stages(config, device, form))
 
 
 def grouped_memory(config: GroupedConfig, device: Device, form: str, stored: torch.dtype) -> int:
@@ -152,4 +157,4 @@ def wide_memory(config: Config, device: Device, form: str, stored: torch.dtype) 
     row, factor = _sizes(form, stored)
     epilogue = rows * filters * max(4, stored.itemsize)
     buffered = [rows * depth * row, filters * depth * factor]
-    return _bound(device, [_widened(depth * rows, form, stored)], buffered, config.stages, epilogue)
+    return _bound(device, [_widened(depth * rows, form, stored)], buffered, _stages(config, device, form), epilogue)

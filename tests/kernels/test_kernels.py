@@ -306,7 +306,8 @@ def test_there_is_a_configuration_for_every_layer_on_every_gpu(
         for width, filters in product([16, 32, 64, 128, 256], [1, 16, 33, 1000]):
             chosen = configs.pointwise(gpu, form, dtype, width, filters)
             # Wider rows may need the two launches of the wide kernels.
-            assert chosen or width > 64, (precision, width, filters)
+            widest = 16 if vendor == "blackwell" and form == "bf16x6" else 64
+            assert chosen or width > widest, (precision, width, filters)
             assert len(set(chosen)) == len(chosen)
             for config in chosen:
                 assert config.depth == width
