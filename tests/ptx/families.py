@@ -52,7 +52,7 @@ class Call(NamedTuple):
     def dtypes(self) -> list[str]:
         """The names of the dtypes of rows that make a difference."""
         if "precision" in self.options:
-            return ["fp32"] if self.options["precision"] == "high" else ["bf16", "fp16", "fp32"]
+            return ["fp32"] if self.options["precision"] == "high" else ["bf16", "fp16"]
         on_vectors = self.operation.startswith(("krylov", "tridiagonal", "certified"))
         return ["fp32", "fp64"] if on_vectors else list(DTYPES)
 
