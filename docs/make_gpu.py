@@ -1,4 +1,4 @@
-"""Write the tables of kernels and models into docs/gpu.md, loops.md and scale.md: python docs/make_gpu.py."""
+"""Write the tables of kernels and models into the pages of docs/ about GPUs: python docs/make_gpu.py."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from s3d_fast.kernels.compiled import Compiled  # noqa: E402
 def documents() -> dict[Path, str]:
     """Return the text of the pages with up-to-date tables."""
     entries = json.loads((DOCS / "gpu.json").read_text())
+    compiled = [Compiled(**entry) for entry in entries]
     record = roofline.load()
     before = json.loads(loops_table.RECORD.read_text())
     pages = {
         "gpu.md": {
-            "compiled": aot.table([Compiled(**entry) for entry in entries]),
+            "summary": aot.summary(compiled),
             "conclusion": roofline.conclusion(record),
             "comparison": roofline.comparison(record),
             "constants": gpus.table(),
             "model": f"```\n{roofline.details(record)}\n```\n",
         },
+        "compiled.md": {"compiled": aot.table(compiled)},
         "loops.md": {"loops": loops_table.tables(before, entries)},
         "scale.md": {"model": f"```\n{scale.report(record)}\n```\n"},
     }

@@ -151,6 +151,27 @@ def table(compiled: Sequence[Compiled]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(compiled: Sequence[Compiled]) -> str:
+    """Return, by GPU and rows, the largest numbers of all kernels with products, as a Markdown table."""
+    lines = [
+        "| target | rows | kernels | registers | spilled bytes | barriers in a pass | tensor-core work over need |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    groups: dict[tuple[str, str], list[Compiled]] = {}
+    for item in compiled:
+        if item.multiplies:
+            groups.setdefault((item.target, item.dtype), []).append(item)
+    for (target, rows), own in groups.items():
+        overhead = max(item.overhead for item in own)
+        numbers = (
+            len(own), *(max(getattr(item, name) for item in own) for name in ("registers", "spills", "loop_barriers")),
+        )  # fmt: skip
+        lines.append(
+            f"| {target} | {rows} | {' | '.join(map(str, numbers))} | {f'{overhead:.2f}' if overhead else ''} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def as_json(entries: Sequence[dict[str, Any]]) -> str:
     """Return a JSON list with one entry a line."""
     lines = ",\n".join(map(json.dumps, entries))

@@ -51,7 +51,7 @@ class Config:
 
     def for_row_sums(self) -> Config:
         """Return this configuration of a fused kernel for layers with a bias: it also sums a tile of U in registers."""
-        return replace(self, rows=min(32, self.rows)) if self.depth >= 128 else self
+        return replace(self, rows=min(32, self.rows)) if self.depth >= (128 if self.turned else 64) else self
 
     def for_two_products(self) -> Config:
         """Return this configuration of launch 1 of `pointwise_wide` with half the filters: each has two products."""
@@ -108,12 +108,12 @@ FLAT = False
 # is a separate instruction with its operands in registers. On AMD, a thread has 512 registers with four warps, and half
 # as many with eight.
 POINTWISE: dict[tuple[str, str], Tiles] = {
+    # For a multiplication, a tile of the fused kernel reads twice as many bytes of shared memory as the tiles of
+    # `pointwise_wide`, more with wider rows: these take two launches.
     ("nvidia", "fp32"): {
         16: ((32, 64, 4, 3, FLAT), (16, 128, 8, 3, FLAT)),
-        32: ((32, 64, 8, 3, FLAT), (16, 128, 8, 3, FLAT)),
-        64: ((32, 64, 8, 3, FLAT), (16, 128, 8, 3, FLAT), (16, 64, 8, 4, FLAT)),
-        128: ((16, 64, 8, 3, FLAT), (32, 32, 8, 3, FLAT)),
-        256: ((16, 32, 8, 3, FLAT), (16, 64, 8, 3, FLAT), (16, 16, 8, 4, FLAT)),
+        32: ((64, 64, 8, 2, FLAT), (32, 64, 8, 3, FLAT)),
+        64: ((64, 64, 8, 2, FLAT), (32, 64, 8, 3, FLAT)),
     },
     ("nvidia", "bf16"): {
         16: ((64, 64, 4, 3), (32, 64, 4, 3)),
@@ -180,15 +180,7 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
     ("amd", "fp64"): {width: ((16, 16, 1, 2),) for width in WIDTHS[:4]},
     ("interpreter", "fp64"): {width: ((128, 64, 1, 1), (64, 32, 1, 1)) for width in WIDTHS},
 }
-# A processor of an H100 multiplies twice as fast as one of an A100, from shared memory of the same speed. Wider rows
-# take the two launches of `pointwise_wide`, whose tiles read less of it for a multiplication.
-POINTWISE["hopper", "fp32"] = {
-    16: POINTWISE["nvidia", "fp32"][16],
-    32: ((64, 64, 8, 2, FLAT), (32, 64, 8, 3, FLAT)),
-    64: ((64, 64, 8, 2, FLAT), (32, 64, 8, 3, FLAT)),
-}
 # Where the compiler for B200 would spill.
-POINTWISE["blackwell", "fp32"] = {**POINTWISE["nvidia", "fp32"], 256: ((16, 32, 8, 2, FLAT), (16, 16, 8, 3, FLAT))}
 POINTWISE["blackwell", "bf16"] = {
     **{width: POINTWISE["nvidia", "bf16"][width] for width in (16, 64, 128)},
     32: ((16, 64, 4, 3),),
@@ -200,9 +192,6 @@ GATED: dict[tuple[str, str], Tiles] = {
     ("nvidia", "fp32"): {
         16: ((32, 32, 4, 3, FLAT), (16, 64, 8, 3, FLAT)),
         32: ((32, 32, 8, 3, FLAT), (16, 64, 8, 3, FLAT)),
-        64: ((16, 32, 8, 3, FLAT), (32, 32, 8, 3, FLAT)),
-        128: ((16, 32, 8, 3, FLAT), (16, 16, 8, 3, FLAT)),
-        256: ((16, 16, 8, 2, FLAT),),
     },
     ("nvidia", "bf16"): {
         16: ((32, 64, 4, 3),),
@@ -246,9 +235,8 @@ GATED["blackwell", "bf16x3"] = {}
 GATED["blackwell", "fp32"] = {**GATED["nvidia", "fp32"], 32: ((32, 32, 4, 3, FLAT),)}
 # One grouped kernel contains the code for every width that occurs and needs as many registers as the widest.
 GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
-    ("nvidia", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64), (16, 32)), 8, 3, 1, FLAT),),
+    ("nvidia", "fp32"): (GroupedConfig(((32, 64), (64, 64), (64, 64)), 8, 2, 1, FLAT),),
     ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
-    ("hopper", "fp32"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 8, 3, 1, FLAT),),
     ("hopper", "bf16"): (GroupedConfig(((64, 128), (64, 128), (64, 128), (64, 128), (32, 128)), 8, 3, 1),),
     ("blackwell", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 3, 2),),
     ("blackwell", "bf16x3"): (GroupedConfig(((32, 64), (32, 64)), 4, 2, 2),),
@@ -274,7 +262,7 @@ GROUPED_FEW: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
 }
 # For lists in which X or C may be unaligned.
 GROUPED_UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
-    ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32), (32, 32), (16, 16)), 8, 3, 1, FLAT),),
+    ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32)), 8, 3, 1, FLAT),),
 }
 # (project, accumulate), as in `pointwise_wide`. In the second, `rows` counts columns of X and `depth` counts rows.
 WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {

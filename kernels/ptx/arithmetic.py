@@ -32,7 +32,8 @@ def fused(a: Array, b: Array, c: Array) -> Array:
     rest = total - product
     # What rounding has lost of the product and of the sum.
     lost = (product - (total - rest)) + (c - rest) + _lost_of_product(a, b, product)
-    return np.where(np.isfinite(lost), total + lost, total)
+    # Adding zero would change the sign of a total of -0.
+    return np.where(np.isfinite(lost) & (lost != 0), total + lost, total)
 
 
 def _lost_of_product(a: Array, b: Array, product: Array) -> Array:
@@ -48,7 +49,9 @@ def divided(a: Array, b: Array) -> Array:
         return a / b
     if a.dtype.kind == "u":
         return np.where(b == 0, ~np.zeros_like(a), a // np.where(b == 0, 1, b).astype(a.dtype))
-    quotient = np.abs(a) // np.abs(np.where(b == 0, 1, b)).astype(a.dtype)
+    # The magnitude of the smallest integer is beyond the signed type.
+    unsigned = np.dtype(f"u{a.dtype.itemsize}")
+    quotient = (np.abs(a).view(unsigned) // np.abs(np.where(b == 0, 1, b)).astype(unsigned)).view(a.dtype)
     return np.where(b == 0, -1, np.where((a < 0) != (b < 0), -quotient, quotient)).astype(a.dtype)
 
 
@@ -59,12 +62,28 @@ def remainder(a: Array, b: Array) -> Array:
 
 def smaller(a: Array, b: Array) -> Array:
     """Return the minimum; a number if the other is NaN."""
-    return np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b)
+    return _signed_zero(a, b, np.fmin(a, b), -1) if a.dtype.kind == "f" else np.minimum(a, b)
 
 
 def larger(a: Array, b: Array) -> Array:
     """Return the maximum; a number if the other is NaN."""
-    return np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b)
+    return _signed_zero(a, b, np.fmax(a, b), 1) if a.dtype.kind == "f" else np.maximum(a, b)
+
+
+def smaller_or_nan(a: Array, b: Array) -> Array:
+    """Return the minimum; NaN if one is NaN."""
+    return _signed_zero(a, b, np.minimum(a, b), -1)
+
+
+def larger_or_nan(a: Array, b: Array) -> Array:
+    """Return the maximum; NaN if one is NaN."""
+    return _signed_zero(a, b, np.maximum(a, b), 1)
+
+
+def _signed_zero(a: Array, b: Array, chosen: Array, sign: int) -> Array:
+    """Return the chosen extremes, but of 0 and -0 the one of this sign: numpy returns any of both."""
+    is_pair = (a == 0) & (b == 0) & (np.signbit(a) != np.signbit(b))
+    return np.where(is_pair, np.copysign(chosen.dtype.type(0), sign), chosen).astype(chosen.dtype)
 
 
 FUNCTIONS: dict[str, Callable[..., Array]] = {
@@ -106,7 +125,7 @@ def calculate(instruction: Instruction) -> Step:
         raise unknown(instruction)
     function = FUNCTIONS[instruction.name]
     if "NaN" in instruction.parts:
-        function = {"min": np.minimum, "max": np.maximum}[instruction.name]
+        function = {"min": smaller_or_nan, "max": larger_or_nan}[instruction.name]
     if kind.endswith("x2"):
         return _calculate_pairs(instruction, kind.removesuffix("x2"), function)
     flushes = "ftz" in instruction.parts
@@ -160,7 +179,8 @@ def multiply_wide(instruction: Instruction) -> Step:
 def _upper_half(a: Array, b: Array) -> Array:
     """Return the upper 64 bits of products of 64-bit integers."""
     product = a.astype(object) * b.astype(object)
-    return np.array([int(p) >> 64 for p in np.atleast_1d(product)]).astype(a.dtype)
+    # Without a dtype, numpy makes float64 of integers on both sides of 2^63.
+    return np.array([int(p) >> 64 for p in np.atleast_1d(product)], a.dtype)
 
 
 @executes("mad")

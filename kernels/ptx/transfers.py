@@ -83,12 +83,17 @@ def add_atomically(instruction: Instruction) -> Step:
         raise unknown(instruction)
     *target, place, source = instruction.operands
     (kind,) = types(instruction)
+    if kind.startswith("bf16"):
+        # Memory has no numbers of this type.
+        raise unknown(instruction)
+    is_pair = kind == "f16x2"
     read, readers = address_reader(place), [reader(item, kind) for item in items(source)]
     writers = [writer(item, kind) for item in items(target[0])] if target else []
 
     def run(wave: Wave, mask: Mask) -> None:
         values = np.stack([np.broadcast_to(read_value(wave), wave.lanes) for read_value in readers], 1)
-        before = wave.memory.add(wave, read(wave), values, mask)
+        before = wave.memory.add(wave, read(wave), values.view(np.float16) if is_pair else values, mask)
+        before = before.view(values.dtype)
         for i, write in enumerate(writers):
             write(wave, np.ascontiguousarray(before[:, i]), mask)
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,11 +44,11 @@ from tests.model_cases import (
 
 
 def measured_curvature(
-    model: nn.Module, graph: Graph, unit: str, V: Tensor, loss: Callable[[nn.Module], Tensor], eps: float
+    model: nn.Module, graph: Graph, unit: str, V: Tensor, loss: Callable[[nn.Module], Tensor], eps: float, steps: int
 ) -> float:
     """Return the second derivative of the loss in eps if every filter j of a unit splits into halves theta +- eps v_j.
 
-    The loss is even in eps, so two steps and Richardson extrapolation leave an error of order eps^4.
+    The loss is even in eps, so Richardson extrapolation from eps, eps / 2, ... leaves an error of order eps^(2 steps).
     """
     halves = torch.tensor([0.5, 0.5], dtype=torch.float64)
     plan = SplitPlan(graph, [NeuronSplit(unit, j, halves, torch.stack([v, -v]), 0.0) for j, v in enumerate(V)])
@@ -58,7 +59,10 @@ def measured_curvature(
         with torch.no_grad():
             return float(loss(split) - loss(model)) / (step * step / 2)
 
-    return (4 * quotient(eps / 2) - quotient(eps)) / 3
+    found = [quotient(eps / 2**step) for step in range(steps)]
+    for order in range(1, steps):
+        found = [(4**order * half - whole) / (4**order - 1) for whole, half in pairwise(found)]
+    return found[0]
 
 
 def assert_is_second_derivative(
@@ -68,6 +72,7 @@ def assert_is_second_derivative(
     eps: float = 1e-3,
     tolerance: float = 1e-6,
     sharpness: float | None = None,
+    steps: int = 2,
 ) -> None:
     """Assert that v^T S v of the captured operators is the second derivative of the split model's loss."""
     graph = trace(model, x)
@@ -78,7 +83,7 @@ def assert_is_second_derivative(
         V = random_vectors(*captured[name].shape, seed=index)
         forms = (V * captured[name].matvec(V)).sum(-1)
         assert forms.abs().max() > 0
-        measured = measured_curvature(model, graph, name, V, lambda m: squared_error(m(x), target), eps)
+        measured = measured_curvature(model, graph, name, V, lambda m: squared_error(m(x), target), eps, steps)
         assert abs(measured - float(forms.sum())) <= tolerance * float(forms.abs().sum()), name
 
 
@@ -88,8 +93,10 @@ def test_operators_are_the_second_derivative_of_the_true_loss(case: ModelCase) -
     eps, tolerance = {"dgcnn": (1e-4, 1e-5), "vgg": (3e-4, 1e-5), "mobilenet": (3e-4, 1e-6)}.get(
         case.name, (1e-3, 1e-6)
     )
+    # A unit of PointNet's has so little curvature that smaller steps lose it in the rounding of the loss.
+    eps, steps = (4e-3, 3) if case.name == "pointnet" else (eps, 2)
     # So sharp that no tie between values counts.
-    assert_is_second_derivative(case.model(), case.inputs(seed=6), case.units, eps, tolerance, sharpness=1e9)
+    assert_is_second_derivative(case.model(), case.inputs(seed=6), case.units, eps, tolerance, 1e9, steps)
 
 
 @pytest.mark.parametrize(

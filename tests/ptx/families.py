@@ -255,17 +255,22 @@ def assert_clean(outcome: Outcome) -> None:
 
 
 def simulate(target: str, name: str, dtype_name: str) -> Outcome:
+    """Run one of `CALLS` in the simulator and compare it with the reference in float64."""
+    call, dtype = CALLS[name], DTYPES[dtype_name]
+    return simulate_call(target, name, call, dtype, call.tolerance(dtype))
+
+
+def simulate_call(target: str, name: str, call: Call, dtype: torch.dtype, tolerance: float) -> Outcome:
     """Run a call in the simulator and compare it with the reference in float64."""
     from s3d_fast.backends.triton import TRITON
     from s3d_fast.kernels.options import triton_options
     from s3d_fast.kernels.ptx.launch import simulated
 
-    call, dtype = CALLS[name], DTYPES[dtype_name]
     arguments = _as_a_solver_has_them(target, call, call.arguments(dtype))
     _forget()
     by_address = _by_address(call, arguments)
     with simulated(target, processors=call.processors, reachable=by_address) as report, triton_options(**call.options):
-        assert_agrees(TRITON, call.operation, label=name, tolerance=call.tolerance(dtype), **arguments)
+        assert_agrees(TRITON, call.operation, label=name, tolerance=tolerance, **arguments)
     kernels = {launch.kernel for launch in report.launches}
     missing = [one for one in call.kernels - kernels if not INSTEAD.get(one, {one}) <= kernels]
     assert not missing, f"{name}: only {kernels} ran"

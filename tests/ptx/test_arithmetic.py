@@ -230,6 +230,7 @@ def test_atomic_additions_add_up() -> None:
         "bar.sync 1, 64;",
         "cvt.rz.f32.f64 %r1, %rd1;",
         "atom.global.exch.b32 %r1, [%rd1], %r0;",
+        "atom.global.gpu.relaxed.add.noftz.bf16 %rs1, [%rd1], %rs2;",
     ],
 )
 def test_an_unknown_instruction_is_an_error_that_names_it(instruction: str) -> None:
