@@ -66,9 +66,13 @@ def ready_planes(form: str, X: Tensor) -> Tensor | None:  # (..., D) -> (planes,
 def _aligned_view(X: Tensor) -> Tensor | None:
     """Return all rows as one matrix, if no copy is needed and whole vectors of it can be loaded."""
     try:
-        rows = same_rows(X.view(-1, X.shape[-1]), X)
+        rows = X.view(-1, X.shape[-1])
     except RuntimeError:
         return None
+    if len(rows) == 1:
+        # PyTorch gives a view any stride along an axis of one entry.
+        rows = rows.as_strided(rows.shape, (padded_size(X.shape[-1]), rows.stride(1)))
+    rows = same_rows(rows, X)
     return rows if is_aligned(rows) else None
 
 

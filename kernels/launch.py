@@ -149,7 +149,8 @@ def tile_offsets(i, i_stride, j, j_stride, FAR: tl.constexpr):
 def loadable(size, WHOLE: tl.constexpr):
     """How many entries of a row may be loaded: `size`, or with WHOLE as many as the next multiple of 16."""
     if WHOLE:
-        return tl.multiple_of(tl.cdiv(size, 16) * 16, 16)
+        # Plain arithmetic: a size of 1 is a constant, which takes no hint that it is a multiple.
+        return tl.cdiv(size, 16) * 16
     else:
         return size
 

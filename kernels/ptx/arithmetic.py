@@ -309,12 +309,16 @@ def comparison(name: str, kind: str) -> Callable[[Array, Array], Array]:
 
 @executes("setp")
 def compare(instruction: Instruction) -> Step:
-    """Compare, perhaps combine with a predicate, and write the outcome, perhaps also its opposite."""
+    """Compare, perhaps combine with a predicate, and write the outcome, perhaps also its opposite.
+
+    Of pairs of 16-bit numbers, the outcome of the lower ones and that of the upper ones.
+    """
     name, *modifiers, kind = instruction.parts[1:]
     target, a, b, *third = instruction.operands
-    compared = comparison(name, kind)
+    half = kind.removesuffix("x2")
+    compared, is_pair = comparison(name, half), half != kind
     combine = COMBINED[modifiers[0]] if modifiers else None
-    read_a, read_b = reader(a, kind), reader(b, kind)
+    read_a, read_b = (reader(source, "b32" if is_pair else kind) for source in (a, b))
     read_third = reader(third[0], "pred") if third else None
     if (combine is None) != (read_third is None) or len(modifiers) > 1:
         raise unknown(instruction)
@@ -322,12 +326,17 @@ def compare(instruction: Instruction) -> Step:
     writers = [writer(item, "pred") for item in targets]
 
     def run(wave: Wave, mask: Mask) -> None:
-        result = compared(read_a(wave), read_b(wave))
-        opposite = ~result
+        values = read_a(wave), read_b(wave)
+        if is_pair:
+            both = compared(*(halves(np.broadcast_to(value, wave.lanes), half) for value in values))
+            result, second = both[:, 0], both[:, 1]
+        else:
+            result = compared(*values)
+            second = ~result
         if combine is not None and read_third is not None:
             other = read_third(wave)
-            result, opposite = combine(result, other), combine(opposite, other)
-        for write, value in zip(writers, (result, opposite), strict=False):
+            result, second = combine(result, other), combine(second, other)
+        for write, value in zip(writers, (result, second), strict=False):
             write(wave, value, mask)
 
     return run

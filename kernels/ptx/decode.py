@@ -120,7 +120,13 @@ def types(instruction: Instruction) -> list[str]:
 
 
 def reader(operand: Operand, kind: str) -> Reader:
-    """Return a function that reads an operand as numbers of a type; bfloat16 comes as float32."""
+    """Return a function that reads an operand as numbers of a type; bfloat16 comes as float32.
+
+    Raises:
+        Fault: the operand is not of this type. Pairs of 16-bit numbers are read as bits: see `halves`.
+    """
+    if kind.endswith("x2"):
+        raise Fault(f"{kind} is not one number")
     if kind == "bf16":
         bits = reader(operand, "b16")
         return lambda wave: from_bfloat16(bits(wave))

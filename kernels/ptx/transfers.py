@@ -87,8 +87,9 @@ def add_atomically(instruction: Instruction) -> Step:
         # Memory has no numbers of this type.
         raise unknown(instruction)
     is_pair = kind == "f16x2"
-    read, readers = address_reader(place), [reader(item, kind) for item in items(source)]
-    writers = [writer(item, kind) for item in items(target[0])] if target else []
+    stored = "b32" if is_pair else kind
+    read, readers = address_reader(place), [reader(item, stored) for item in items(source)]
+    writers = [writer(item, stored) for item in items(target[0])] if target else []
 
     def run(wave: Wave, mask: Mask) -> None:
         values = np.stack([np.broadcast_to(read_value(wave), wave.lanes) for read_value in readers], 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 MULTIPLE = 16
@@ -17,9 +16,12 @@ def padded_size(size: int) -> int:
 
 def with_padding(X: Tensor) -> Tensor:
     """Return a copy of X with its shape; behind every row, its last axis, memory holds zeros up to a multiple of 16."""
-    width = X.shape[-1]
-    # Not new_zeros and a copy: the memory is written once.
-    return without_padding(torch.nn.functional.pad(X, (0, padded_size(width) - width)).contiguous(), width)
+    *leading, width = X.shape
+    # New memory has the strides of its shape. `contiguous` keeps any stride of an axis with one entry.
+    whole = X.new_empty(*leading, padded_size(width))
+    whole[..., :width] = X
+    whole[..., width:] = 0
+    return without_padding(whole, width)
 
 
 def without_padding(whole: Tensor, width: int) -> Tensor:

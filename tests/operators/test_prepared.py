@@ -37,6 +37,24 @@ def test_a_padded_copy_has_the_same_entries_and_zeros_behind_its_rows(shape: tup
     assert torch.equal(behind[..., shape[-1] :], torch.zeros_like(behind[..., shape[-1] :]))
 
 
+@pytest.mark.parametrize("shape", [(1, 17), (1, 1, 17), (1, 32), (5, 17), (2, 3, 17)], ids=str)
+@pytest.mark.parametrize(("form", "dtype"), [("bf16x2", torch.bfloat16), ("bf16x3", torch.float16)])
+def test_prepared_rows_are_not_copied_again(form: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    X = random_tensor(*shape[:-1], shape[-1] + 4, dtype=dtype)[..., 2:-2]
+    own = kernels_aligned.prepared(form, X, True)
+    assert kernels_aligned.prepared_bytes(form, X, True) > 0
+    assert kernels_aligned.prepared_bytes(form, own, True) == 0
+    assert torch.equal(own, X)
+
+
+def test_a_single_row_gets_the_stride_of_its_shape() -> None:
+    X = random_tensor(5, 36, dtype=torch.bfloat16)[2:3, 2:34]
+    assert X.is_contiguous()
+    padded = with_padding(X)
+    assert padded.stride() == (32, 1)
+    assert torch.equal(padded, X)
+
+
 def test_rows_of_a_padded_copy_are_padded_and_other_views_and_copies_are_not() -> None:
     padded = with_padding(random_tensor(12, 20))
     assert all(map(is_padded, (padded[2:5], padded[::2], padded[:, 4:], padded.view(3, 4, 20), *padded.split(5))))

@@ -165,6 +165,14 @@ SMALL = {
     "depthwise general": Call(
         "depthwise_matvec", stages(2, 5, 4, 9, 7, (((3, 3), HALVED), ((2, 1), UNEVEN)), bias=True, K=2), DEPTHWISE
     ),
+    # A size of 1 is a constant in compiled code.
+    "pointwise of one": Call(MATVEC, rows(70, 1, 1, bias=True), POINTWISE),
+    "wide of one": Call(MATVEC, rows(70, 300, 1), WIDE),
+    "grouped of one": Call(GROUPED_MATVEC, layers((70, 1, 1), (1, 17, 32), (64, 20, 1)), GROUPED),
+    "gated of one": Call("gated_matvec", gated(70, 1, 1, full=True), {"gated_kernel"}),
+    "edgeconv of one": Call(EDGECONV, edges(1, 70, 1, 3, 1, ties="sloped"), EDGES | {"receive_kernel"}),
+    "depthwise of one": Call("depthwise_matvec", stages(2, 5, 7, 1, 1, (((3, 3), SAME),)), DEPTHWISE),
+    "krylov of one": Call("krylov_extend", krylov(1, 1, 0), {"extend_kernel"}),
     "curvature": Call("curvature_coefficients", curvature("silu"), {"curvature_kernel"}),
     "curvature by width": Call("curvature_coefficients", curvature("hardswish", True), {"curvature_kernel"}),
     "surgery": Call("grow_weights", surgery, {"grow_kernel"}),

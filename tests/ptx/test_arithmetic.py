@@ -144,6 +144,26 @@ def test_float32_numbers_are_those_of_torch(instruction: str) -> None:
     assert torch.equal(applied(instruction, a, b, c).view(torch.float32), expected)
 
 
+PAIRS = {"f16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(
+    ("name", "compared"), [("gt", torch.gt), ("ne", torch.ne), ("leu", lambda a, b: ~torch.gt(a, b))]
+)
+def test_pairs_are_compared_half_by_half(kind: str, name: str, compared: Callable[[Tensor, Tensor], Tensor]) -> None:
+    a, b = (floats(64, seed).to(PAIRS[kind]).view(32, 2) for seed in range(2))
+    a[3], b[5], a[7, 1] = b[3], -a[5], torch.nan
+    found = applied(
+        f"setp.{name}.{kind}x2 %p1|%p2, %r1, %r2; selp.b32 %r9, 1, 0, %p1; @%p2 add.s32 %r9, %r9, 2;",
+        a.view(torch.int32), b.view(torch.int32),
+    )  # fmt: skip
+    wanted = compared(a, b)
+    # Not equal is false for NaN, too.
+    wanted &= ~(a.isnan() | b.isnan()) | (name == "leu")
+    assert found.tolist() == (wanted[:, 0].int() + 2 * wanted[:, 1].int()).tolist()
+
+
 @pytest.mark.parametrize(
     ("instruction", "function"),
     [("ex2.approx.f32", torch.exp2), ("lg2.approx.f32", torch.log2), ("rsqrt.approx.f32", torch.rsqrt)],
