@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks import roofline
 from benchmarks.gpus import GPUS
+from benchmarks.launches import Shape
 from benchmarks.networks import KINDS
-from benchmarks.recorded import Shape
 from s3d_fast import env
 from s3d_fast.backends.interface import Backend
 from s3d_fast.kernels.options import triton_options

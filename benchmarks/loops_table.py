@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.recorded import ROOT, Recorded, assembled, recording, use_checkout
+from benchmarks.launches import ROOT, Recorded, assembled, recording, use_checkout
 
 RECORD = ROOT / "docs" / "loops.json"
 TARGETS = ("sm_80", "sm_90")
@@ -110,6 +110,7 @@ def tile_and_work(launch: Recorded) -> tuple[str, list[int]]:
 def read(launch: Recorded, target: str) -> dict[str, Any]:
     """Return what the compiled loops of a launch contain."""
     from s3d_fast.kernels import loops
+    from s3d_fast.kernels.unwaited import unwaited_reads
 
     code, (tile, work) = assembled(launch, target), tile_and_work(launch)
     found, listed = loops.ptx_loops(code.ptx, launch.warps), loops.sass_loops(code.listing)
@@ -122,7 +123,7 @@ def read(launch: Recorded, target: str) -> dict[str, Any]:
         "shared": code.shared_memory,
         "spills": code.spills,
         "serialized": "wgmma.mma_async instructions are serialized" in code.log,
-        "unwaited": bool(loops.unwaited_reads(code.ttgir)),
+        "unwaited": bool(unwaited_reads(code.ttgir)),
     }
 
 

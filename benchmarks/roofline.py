@@ -43,8 +43,9 @@ from benchmarks.gpus import (
     START,
     Gpu,
 )
+from benchmarks.launches import Shape
 from benchmarks.networks import KINDS, NETWORK_SHAPES
-from benchmarks.recorded import LIGHT, RECORD, Shape
+from benchmarks.recorded import LIGHT, RECORD
 from benchmarks.unfused import FACTORS, operations
 from s3d_fast.base.tables import text_table
 from s3d_fast.maths import reference

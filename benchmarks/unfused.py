@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.recorded import Shape
+from benchmarks.launches import Shape
 
 FLOAT = 4
 # The type of the factors of the library's products.

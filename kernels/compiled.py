@@ -20,6 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from s3d_fast.kernels import loops
 from s3d_fast.kernels.device import Device
+from s3d_fast.kernels.unwaited import unwaited_reads
 
 if TYPE_CHECKING:
     from s3d_fast.kernels.launch import Launch
@@ -176,7 +177,7 @@ def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
         multiplies=bool(launch.work),
         overhead=round(loops.overhead(found, launch.work), 3),
         serialized="wgmma.mma_async instructions are serialized" in code.log,
-        unwaited=bool(loops.unwaited_reads(code.ttgir)),
+        unwaited=bool(unwaited_reads(code.ttgir)),
     )
 
 

@@ -265,33 +265,3 @@ def test_loops_of_ptx_are_counted() -> None:
     assert (loop.instructions, loop.barriers, loop.tensor_core, loop.multiply_adds) == (4, 1, 2, work)
     assert loops.overhead([loop], [work // 2]) == 2
     assert loops.overhead([loop], []) == 0
-
-
-# A loop of three passes ahead: the copy goes to the slot after next, or to the slot that the wgmma reads.
-TTGIR = """
-    %c0_i32 = arith.constant 0 : i32
-    %c1_i32 = arith.constant 1 : i32
-    %c-1_i32 = arith.constant -1 : i32
-    %0:3 = scf.for %i = %a to %b step %c iter_args(%acc = %zero, %in = %c1_i32, %out = %c-1_i32) -> (tensor, i32, i32) {
-      %1 = arith.addi %out, %c1_i32 : i32
-      %2 = arith.cmpi sge, %1, %cSLOTS_i32 : i32
-      %3 = arith.select %2, %c0_i32, %1 : i32
-      %4 = ttg.memdesc_index %x[%3] : !ttg.memdesc<SLOTSx64x64xbf16>
-      %5 = ttg.memdesc_trans %4 {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16>
-      %6 = ttng.warp_group_dot %u, %5, %acc {inputPrecision = 0 : i32, isAsync = true} : tensor
-      WAIT
-      %7 = arith.addi %in, %c1_i32 : i32
-      %8 = arith.cmpi sge, %7, %cSLOTS_i32 : i32
-      %9 = arith.select %8, %c0_i32, %7 : i32
-      %10 = ttg.memdesc_index %x[%9] : !ttg.memdesc<SLOTSx64x64xbf16>
-      %11 = ttg.async_copy_global_to_local %p, %10 mask %m other %o : tensor
-      scf.yield %6, %9, %3 : tensor, i32, i32
-"""
-
-
-@pytest.mark.parametrize(
-    ("slots", "wait", "found"),
-    [("3", "", []), ("2", "", ["%x"]), ("2", "%12 = ttng.warp_group_dot_wait %6 {pendings = 0 : i32} : tensor", [])],
-)
-def test_a_copy_into_what_a_wgmma_still_reads_is_found(slots: str, wait: str, found: list[str]) -> None:
-    assert loops.unwaited_reads(TTGIR.replace("SLOTS", slots).replace("WAIT", wait)) == found

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_report, roofline
-from benchmarks.recorded import Shape
+from benchmarks.launches import Shape
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.backends.triton import TRITON
 from s3d_fast.maths import reference

@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks import loops_table, roofline, unfused
 from benchmarks.gpus import GPUS, MEMORY_REACHED
+from benchmarks.launches import Shape, Tiles
 from benchmarks.networks import NETWORK_SHAPES
-from benchmarks.recorded import Shape, Tiles, solved
+from benchmarks.recorded import solved
 from s3d_fast.models.mobilenet import FULL_WIDTHS
 from tests.cases import LARGE_EDGES, NETWORKS, mobilenet_layers
 

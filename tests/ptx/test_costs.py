@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recorded import Shape, simulate, simulated_counts
+from benchmarks.launches import Shape
+from benchmarks.recorded import simulate, simulated_counts
 
 Counts = dict[str, dict[str, float]]
 

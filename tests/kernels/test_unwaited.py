@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from s3d_fast.kernels.ptx.unwaited import unwaited_reads
+from s3d_fast.kernels.unwaited import unwaited_reads
 
 COPY = "      %copied{n} = ttg.async_copy_global_to_local %pointer, %into{n} mask %m : tensor<32x64x!tt.ptr<bf16>>"
 SLOT = "      %{name} = ttg.memdesc_index %buffer[%at] : !ttg.memdesc<{slots}x32x64xbf16, #s> -> !ttg.memdesc<32x64>"
