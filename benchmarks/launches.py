@@ -86,6 +86,8 @@ def use_checkout(path: Path) -> None:
     if path.resolve() == ROOT:
         return
     assert "s3d_fast" not in sys.modules, "s3d_fast is imported already"
+    # The extension that is installed belongs to this checkout, and is not needed.
+    sys.modules["s3d_fast._C"] = None  # type: ignore[assignment]
     packages = {"s3d_fast": [path / "s3d_fast"], "s3d_fast.kernels": [path / "kernels", ROOT / "kernels"]}
     for name, folders in packages.items():
         places = [str(folder) for folder in folders]

@@ -23,11 +23,12 @@ from benchmarks.launches import ROOT, Recorded, assembled, recording, use_checko
 
 RECORD = ROOT / "docs" / "loops.json"
 TARGETS = ("sm_80", "sm_90")
-KINDS = ("bf16", "fp16", "fp32 high")
+KINDS = ("bf16", "fp16", "fp32 high", "fp32")
 STORED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS, WIDE = (16, 32, 64, 128, 256), 512
 ROWS, FILTERS, FEW_ROWS = 65536, 1024, 32
 CLOUDS, POINTS, EDGE_INPUTS = 2, 512, 128
+SPACES, CAPACITY, LONG = 64, 45, 1024
 # The products of each form; other checkouts have other forms.
 PRODUCTS = {
     "ieee": 1, "bf16x1": 1, "bf16x2": 2, "bf16x3": 3, "bf16x6": 6, "tf32": 1, "tf32x3": 3, "split": 2, "widened": 2,
@@ -36,10 +37,10 @@ PRODUCTS = {
 
 
 class Operations:
-    """Calls of the operations with products, for rows of one dtype; nobody reads the contents."""
+    """Calls of the operations whose kernels have loops, for one kind of rows; nobody reads the contents."""
 
-    def __init__(self, stored: torch.dtype) -> None:
-        self.stored = stored
+    def __init__(self, kind: str) -> None:
+        self.kind, self.stored = kind, STORED[kind.split()[0]]
 
     def layer(self, N: int, D: int) -> dict[str, Any]:
         return {"X": self.rows(N, D), "C": self.rows(N, FILTERS), "V": torch.empty(FILTERS, D), "bias": False}
@@ -73,6 +74,26 @@ class Operations:
         V = torch.empty(FILTERS, 2 * EDGE_INPUTS)
         TRITON.edgeconv_matvec(X=X, winner=edges.winner, C=C, V=V, bias=False, incoming=edges, ties=None)
         yield "edgeconv", EDGE_INPUTS
+        # Vectors of Lanczos are float32, whatever the rows are.
+        if self.kind == "fp32":
+            yield from self.lanczos()
+
+    def lanczos(self) -> Iterator[tuple[str, int]]:
+        """Make the calls of Lanczos."""
+        from s3d_fast.backends.triton import TRITON
+        from s3d_fast.maths.reference import KrylovState
+
+        alpha, beta = torch.empty(SPACES, CAPACITY), torch.empty(SPACES, CAPACITY)
+        length, vector = torch.full((SPACES,), CAPACITY), torch.empty(SPACES, LONG)
+        basis = torch.empty(SPACES, CAPACITY, LONG)
+        state = KrylovState(basis=basis, q=vector, alpha=alpha, beta=beta, length=length, scale=torch.empty(SPACES))
+        TRITON.krylov_extend(state, torch.empty_like(vector), CAPACITY - 2)
+        yield "krylov", LONG
+        values, _ = TRITON.tridiagonal_extremes(alpha=alpha, beta=beta, length=length)
+        yield "tridiagonal", 0
+        growth = torch.empty(SPACES, dtype=torch.float64)
+        TRITON.certified_widths(alpha=alpha, beta=beta, length=length, values=values, growth=growth)
+        yield "certified widths", 0
 
 
 # (call, kernel) -> the name in the table.
@@ -84,14 +105,22 @@ NAMES = {
     ("wide", "accumulate_kernel"): "wide, accumulate",
     ("wide, few rows", "project_kernel"): "wide, project, few rows",
     ("edgeconv", "point_products_kernel"): "edgeconv, points",
+    ("edgeconv", "receive_kernel"): "edgeconv, receive",
     ("edgeconv", "accumulate_kernel"): "edgeconv, sums",
     ("edgeconv", "edge_sums_kernel"): "edgeconv, sums",
+    ("krylov", "extend_kernel"): "krylov",
+    ("tridiagonal", "extremes_kernel"): "tridiagonal",
+    ("certified widths", "widths_kernel"): "certified widths",
 }
+# Kernels with loops, but without products.
+WITHOUT_PRODUCTS = ("edgeconv, receive", "krylov", "tridiagonal", "certified widths")
 
 
 def tile_and_work(launch: Recorded) -> tuple[str, list[int]]:
     """Return the tile in words, and the multiply-adds of tensor cores that a pass of each loop needs."""
     a, name = launch.arguments, launch.name
+    if name in {kernel for (_, kernel), own in NAMES.items() if own in WITHOUT_PRODUCTS}:
+        return f"{launch.warps} warps", []
     products = PRODUCTS[a["FORM"]]
     if name == "grouped_kernel":
         per_width = 3 if any(isinstance(own, bool) for own in a["TILES"]) else 2
@@ -133,10 +162,10 @@ def record() -> list[dict[str, Any]]:
 
     found = []
     for kind in KINDS:
-        dtype, precision = (*kind.split(), "highest")[:2]
+        _, precision = (*kind.split(), "highest")[:2]
         for target in TARGETS:
             with recording(target) as launches, triton_options(precision=precision):
-                for call, width in Operations(STORED[dtype]).calls():
+                for call, width in Operations(kind).calls():
                     for launch in launches:
                         name = NAMES.get((call, launch.name))
                         if name == "edgeconv, points" and launch.arguments["EDGES"]:
@@ -165,16 +194,21 @@ def tables(before: dict[str, Any], compiled: Sequence[dict[str, Any]]) -> str:
             for entry in own:
                 marks = "S" * entry["serialized"] + "R" * entry["unwaited"]
                 cells = [entry[name] for name in ("kernel", "tile", "instructions", "barriers")]
-                cells += [f"{entry['work']:.2f}", entry["registers"], entry["shared"], marks]
+                cells += [_share(entry["work"]), entry["registers"], entry["shared"], marks]
                 after = _after(entry, present)
                 if after is None:
                     cells += ["two launches (`wide`)", "", "", "", "", ""]
                 else:
                     cells += [after[name] for name in ("config", "loop_instructions", "loop_barriers")]
-                    cells += [f"{after['overhead']:.2f}", after["registers"], after["shared_memory"]]
+                    cells += [_share(after["overhead"]), after["registers"], after["shared_memory"]]
                 text.append(f"| {' | '.join(map(str, cells))} |")
             text.append("")
     return "\n".join(text)
+
+
+def _share(work: float) -> str:
+    """Return tensor-core work over need; nothing where there is none."""
+    return f"{work:.2f}" if work else ""
 
 
 def _after(entry: dict[str, Any], compiled: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -182,6 +216,8 @@ def _after(entry: dict[str, Any], compiled: Sequence[dict[str, Any]]) -> dict[st
     # EdgeConv's sums are those of wide layers.
     name = "wide, accumulate" if entry["kernel"] == "edgeconv, sums" else entry["kernel"]
     found = [own for own in compiled if own["kernel"] == name]
+    if name in WITHOUT_PRODUCTS:
+        return next(own for own in found if name != "krylov" or own["config"].startswith(f"{entry['width']},"))
     if name in ("pointwise", "gated"):
         found = [own for own in found if re.match(rf"\d+x\d+x{entry['width']},", own["config"])]
     # Layers with few filters have tiles of their own.

@@ -113,7 +113,8 @@ def curvature_kernel(
     second = curvature(x, NAME, A, B)
     channel = (i // inner) % channels
     if KINKS > 0 and BY_WIDTH:
-        row = i // (channels * inner) * inner + i % inner
+        # int64: a sample may have more than 2^31 entries.
+        row = i // (tl.full((), 1, tl.int64) * channels * inner) * inner + i % inner
         width = tl.load(row_norm + row, mask=inside, other=0.0).to(NUMBER)
         width *= tl.load(bandwidth + channel, mask=inside, other=0.0).to(NUMBER)
         vanishes = width < LEAST

@@ -110,7 +110,8 @@ def extremes_kernel(
     # Factor T - value with row exchanges, since it is singular up to rounding. Beyond its end a matrix gets rows of the
     # identity, which leave the zeros of the vector unchanged.
     pivots = work + lane
-    plane = steps * lanes
+    # int64: the planes of the work array may be larger than 2^31 entries together.
+    plane = tl.full((), 1, tl.int64) * steps * lanes
     d = tl.load(diagonal, mask=regular, other=0.0).to(tl.float64) * boost * inverse - value
     u = tl.load(coupling, mask=regular & (n > 1), other=0.0).to(tl.float64) * boost * inverse
     for i in range(steps):

@@ -26,7 +26,7 @@ from s3d_fast.kernels import (
     surgery,
     tridiagonal,
 )
-from s3d_fast.kernels.options import why_not_activation
+from s3d_fast.kernels.options import exact_products, why_not_activation
 from s3d_fast.maths.activations import Activation
 from s3d_fast.maths.incoming import Incoming, incoming_edges
 from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, KrylovState, PoolTies, Widening
@@ -35,7 +35,8 @@ from s3d_fast.maths.reference import ConvGeometry, DepthwiseStage, EdgeTies, Kry
 class TritonBackend(Backend):
     """Kernels for NVIDIA and AMD.
 
-    Dense matrices and their eigenproblems, convolutions and channels of several layers use PyTorch.
+    Dense matrices and their eigenproblems, convolutions and channels of several layers use PyTorch, whose products are
+    then IEEE: see `exact_products`.
     """
 
     name = "triton"
@@ -84,7 +85,8 @@ class TritonBackend(Backend):
         bias: bool,
     ) -> Tensor:
         if not depthwise.supports(X, C):
-            return REFERENCE.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
+            with exact_products():
+                return REFERENCE.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
         return depthwise.depthwise_matvec(X=X, C=C, d=d, weight=weight, stages=stages, V=V, bias=bias)
 
     def depthwise_matvec_grouped(
@@ -102,18 +104,22 @@ class TritonBackend(Backend):
         names = ("X", "C", "d", "weight", "stages", "V", "bias")
         return [self.depthwise_matvec(**dict(zip(names, layer, strict=True))) for layer in layers]
 
+    @exact_products()
     def depthwise_row_norms(self, *, X: Tensor, d: Tensor, weight: Tensor, stage: DepthwiseStage, bias: bool) -> Tensor:
         return REFERENCE.depthwise_row_norms(X=X, d=d, weight=weight, stage=stage, bias=bias)
 
+    @exact_products()
     def splitting_matrices(self, *, X: Tensor, C: Tensor, bias: bool) -> Tensor:
         return dense.splitting_matrices(X=X, C=C, bias=bias, dtype=compute_dtype(X.dtype))
 
     def add_splitting_matrices(self, *, S: Tensor, X: Tensor, C: Tensor, bias: bool, weight: float) -> None:
         S.add_(self.splitting_matrices(X=X, C=C, bias=bias), alpha=weight)
 
+    @exact_products()
     def conv_matvec(self, *, X: Tensor, C: Tensor, V: Tensor, geometry: ConvGeometry, bias: bool) -> Tensor:
         return REFERENCE.conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=bias)
 
+    @exact_products()
     def tied_matvec(
         self, *, X: Tensor, C: Tensor, V: Tensor, ties: PoolTies, geometry: ConvGeometry, bias: bool
     ) -> Tensor:
@@ -178,6 +184,7 @@ class TritonBackend(Backend):
     def krylov_extend_grouped(
         self, *, states: Sequence[KrylovState], products: Sequence[Tensor], step: int, taken: Tensor
     ) -> None:
+        _require_room(states, step)
         pairs = list(zip(states, products, strict=True))
         together = [(state, product) for state, product in pairs if krylov.supports(state)]
         if len(together) < len(pairs) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -190,6 +197,7 @@ class TritonBackend(Backend):
             krylov.krylov_extend(own, products=given, taken=taken)
         taken.add_(1)
 
+    @exact_products()
     def joint_matvec(self, *, X: Sequence[Tensor], C: Sequence[Tensor], V: Tensor, bias: Sequence[bool]) -> Tensor:
         return REFERENCE.joint_matvec(X=X, C=C, V=V, bias=bias)
 
@@ -214,6 +222,19 @@ class TritonBackend(Backend):
 
 
 TRITON = TritonBackend()
+
+
+def _require_room(states: Sequence[KrylovState], step: int) -> None:
+    """Check what the kernel does not: a step writes the next vector, and layers share the rows of alpha and beta."""
+    for state in states:
+        capacity = state.basis.shape[1]
+        if not 0 <= step < capacity - 1:
+            raise IndexError(f"step must lie in [0, {capacity - 1}), as the basis holds {capacity} vectors; got {step}")
+        if state.alpha.shape[1] <= step or state.alpha.shape != state.beta.shape:
+            raise IndexError(
+                f"alpha and beta must have an entry {step} for every filter, got shapes {tuple(state.alpha.shape)} and "
+                f"{tuple(state.beta.shape)}"
+            )
 
 
 def _require_shapes(widening: Widening) -> None:

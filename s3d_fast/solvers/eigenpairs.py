@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, overload
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from s3d_fast.backends.choice import choose
 from s3d_fast.backends.cpu_options import cpu_options
 from s3d_fast.base import require
+from s3d_fast.kernels.options import exact_products
 from s3d_fast.operators import MatrixFreeOperator, PointwiseOperator, SplittingOperator
 from s3d_fast.operators.operator import LayerShape
 from s3d_fast.operators.prepared import prepared_where_faster
@@ -166,7 +168,9 @@ def extremal_eigenpairs(
     if precision == "medium" and choose(backend).name == "cpu":
         operators = rounded_where_faster(operators)
     operators = prepared_where_faster(operators, backend)
-    with cpu_options(precision=precision):
+    # Kernels multiply as they are told to; what PyTorch multiplies beside them must not lose bits.
+    is_on_gpu = any(own.device.type == "cuda" for own in operators)
+    with cpu_options(precision=precision), exact_products() if is_on_gpu else nullcontext():
         spectra = solver.solve(Eigenproblem(operators, starts, tol, backend, progress, until))
 
     if isinstance(operator, Mapping):

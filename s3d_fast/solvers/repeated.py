@@ -55,11 +55,13 @@ class RepeatedStep:
 
 def _recorded(step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     """Return the graph of a step, or None, with a warning, if it cannot be recorded; nothing is computed yet."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph):
             step()
     except RuntimeError as error:
+        # A recording that fails at its end leaves its own stream current.
+        torch.cuda.set_stream(stream)
         warnings.warn(f"cuda_graph: steps are launched one by one: {error}", stacklevel=4)
         return None
     return graph

@@ -5,6 +5,8 @@ That they agree with the reference is in `tests/backends/test_agreement_lanczos.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._pytree import tree_map
@@ -65,3 +67,21 @@ def test_what_is_no_number_stays_with_its_matrix() -> None:
     expected = assert_agrees(choose("triton"), "tridiagonal_extremes", **kept)
     assert torch.equal(values[good], expected[0])
     assert torch.equal(vectors[good], expected[1])
+
+
+@pytest.mark.parametrize("step", [-1, 3, 4])
+def test_a_step_beyond_the_basis_is_refused_before_anything_is_written(step: int) -> None:
+    # The kernel would write the first vector of the next filter.
+    state = krylov_state(3, 4, 9, torch.float32)
+    before = tree_map(torch.clone, state)
+    for call in (choose("triton").krylov_extend, choose("reference").krylov_extend)[: 1 if step < 0 else 2]:
+        with pytest.raises(IndexError):
+            call(state, random_tensor(3, 9, dtype=torch.float32), step)
+    assert torch.equal(state.basis[:, 0], before.basis[:, 0])
+
+
+def test_coefficients_without_room_for_the_step_are_refused() -> None:
+    state = krylov_state(3, 9, 9, torch.float32)
+    short = replace(state, alpha=state.alpha[:, :2].contiguous(), beta=state.beta[:, :2].contiguous())
+    with pytest.raises(IndexError, match="an entry 2 for every filter"):
+        choose("triton").krylov_extend(short, random_tensor(3, 9, dtype=torch.float32), 2)

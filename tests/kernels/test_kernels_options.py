@@ -16,8 +16,9 @@ from torch import Tensor
 from s3d_fast import activation
 from s3d_fast.backends import choice, operations
 from s3d_fast.backends.choice import choose
-from s3d_fast.kernels.options import TritonOptions, current, triton_options
-from s3d_fast.maths.reference import Widening
+from s3d_fast.backends.reference import REFERENCE
+from s3d_fast.kernels.options import TritonOptions, current, exact_products, triton_options
+from s3d_fast.maths.reference import ConvGeometry, Widening
 from tests.backends.agreement import krylov_state
 from tests.cases import random_tensor
 
@@ -174,3 +175,88 @@ def test_the_precision_is_pytorchs_own_where_none_is_given() -> None:
                 assert current().arithmetic == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+BACKENDS = torch.backends
+SETTINGS = (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn, BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul)
+
+
+def settings() -> list[Any]:
+    """Return all settings of PyTorch's float32 products; None for those that it refuses to tell."""
+    old = (told(torch.get_float32_matmul_precision), told(lambda: BACKENDS.cudnn.allow_tf32))
+    return [*(setting.fp32_precision for setting in SETTINGS), *old]
+
+
+def told(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul() -> None:
+    BACKENDS.cuda.matmul.fp32_precision = "tf32"
+
+
+def _set_convolutions() -> None:
+    BACKENDS.cudnn.conv.fp32_precision = "ieee"
+
+
+def _set_processor() -> None:
+    BACKENDS.mkldnn.matmul.fp32_precision = "bf16"
+
+
+def _set_old() -> None:
+    BACKENDS.cudnn.allow_tf32 = False
+
+
+@pytest.mark.parametrize(
+    ("change", "arithmetic"),
+    [
+        (lambda: None, "highest"),
+        (lambda: torch.set_float32_matmul_precision("high"), "high"),
+        (_set_matmul, "high"),
+        (_set_convolutions, "highest"),
+        (_set_processor, "highest"),
+        (_set_old, "highest"),
+    ],
+)
+def test_pytorchs_own_products_are_exact_inside_and_as_set_outside(change: Callable[[], None], arithmetic: str) -> None:
+    first = settings()
+    try:
+        change()
+        before = settings()
+        assert current().arithmetic == arithmetic
+        with exact_products():
+            assert settings()[:4] == ["ieee"] * 4
+            # Our kernels keep the precision that was asked for.
+            assert current().arithmetic == arithmetic
+        assert settings() == before
+        assert current() == TritonOptions()
+    finally:
+        torch.set_float32_matmul_precision(first[4])
+        BACKENDS.cudnn.allow_tf32 = first[5]
+        for setting, value in zip(SETTINGS, first, strict=False):
+            setting.fp32_precision = value
+    assert settings() == first
+
+
+def test_at_medium_precision_pytorchs_settings_apply() -> None:
+    before = settings()
+    with triton_options(precision="medium"), exact_products():
+        assert settings() == before
+
+
+def test_what_pytorch_multiplies_for_the_triton_backend_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Any]] = []
+    X, C, V = random_tensor(2, 3, 6, 6), random_tensor(2, 4, 6, 6), random_tensor(4, 27)
+    original = REFERENCE.conv_matvec
+
+    def noted(**arguments: Any) -> Tensor:
+        seen.append(settings()[:4])
+        return original(**arguments)
+
+    monkeypatch.setattr(REFERENCE, "conv_matvec", noted)
+    geometry = ConvGeometry((3, 3), padding=(1, 1))
+    choose("triton").conv_matvec(X=X, C=C, V=V, geometry=geometry, bias=False)
+    assert seen == [["ieee"] * 4]

@@ -19,7 +19,7 @@ MANY = range(*map(int, os.environ.get("S3D_RANDOM_CALLS", "6:206").split(":")))
 
 
 def agrees(target: str, seed: int, compiled: Callable[..., Outcome]) -> None:
-    print(drawn(seed)[0])
+    print(drawn(seed).name)
     assert_clean(compiled(simulate_drawn, target, seed))
 
 

@@ -123,6 +123,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
             yield
         graph.recorded = mode
 
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's stream")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", new)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(repeated, "why_not_repeat", _why_not_but_for_the_device)
@@ -229,7 +230,9 @@ def test_a_step_that_cannot_be_recorded_is_launched_and_that_is_said(
         yield
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    streams: list[str] = []
     monkeypatch.setattr(torch.cuda, "graph", refuse)
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     done: list[int] = []
     step = repeated.RepeatedStep(True)
     step.run(lambda: done.append(0), [graphs])
@@ -239,6 +242,7 @@ def test_a_step_that_cannot_be_recorded_is_launched_and_that_is_said(
     # Recording computes here, as it does not on a GPU.
     assert done == [0, 1, 1, 2]
     assert len(graphs) == 1
+    assert streams == ["the caller's stream"]
 
 
 def test_what_does_more_than_launch_is_not_recorded() -> None:
