@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -72,10 +72,12 @@ def exact_products() -> Iterator[None]:
     "high". The precision of our kernels stays what it is. The settings are those of the process: other threads see
     them, too.
     """
-    precision, backends = current().arithmetic, torch.backends
+    precision = current().arithmetic
     if precision == "medium":
         yield
         return
+    # PyTorch's types do not know these settings.
+    backends: Any = torch.backends
     settings = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul, backends.mkldnn.matmul)
     before = [setting.fp32_precision for setting in settings]
     matmul, convolutions = _old_setting(torch.get_float32_matmul_precision), _old_setting(_convolutions_allow_tf32)

@@ -1,8 +1,9 @@
 """Arithmetic and logic on registers.
 
-Instructions that round once do so here, except that float32 `fma` rounds its exact product plus addend to float64 and
-then to float32. Approximate instructions (`ex2.approx`, `div.full`, ...) give the correctly rounded result, which is
-within the bounds that the instruction set states for them.
+Instructions that round once do so here, but for float64 `fma`, see `fused`: 16-bit numbers are calculated with in wider
+types, whose results are exact or rounded such that rounding them again is rounding once. Approximate instructions
+(`ex2.approx`, `div.full`, ...) give the correctly rounded result, which is within the bounds that the instruction set
+states for them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ SPLITTER = 2.0**27 + 1
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """Return a b + c, rounded once as far as the type allows (see above)."""
+    """Return a b + c, rounded once; of float64 almost always, since what rounding has lost is itself rounded."""
     if a.dtype != np.float64:
-        return (a.astype(np.float64) * b + c).astype(a.dtype)
+        # Products of narrower numbers are exact.
+        return odd_sum(a.astype(np.float64) * b, c.astype(np.float64)).astype(a.dtype)
     product = a * b
     total = product + c
     rest = total - product
@@ -34,6 +36,28 @@ def fused(a: Array, b: Array, c: Array) -> Array:
     lost = (product - (total - rest)) + (c - rest) + _lost_of_product(a, b, product)
     # Adding zero would change the sign of a total of -0.
     return np.where(np.isfinite(lost) & (lost != 0), total + lost, total)
+
+
+def odd_sum(a: Array, b: Array) -> Array:
+    """Return a + b, rounded to the neighbour whose last bit is set where there are two, if that makes a difference.
+
+    It does not unless the last 28 bits are zero: others are no tie of a narrower type, and no number of one.
+    """
+    total = np.ascontiguousarray(a + b)
+    bits = total.view(np.int64)
+    is_close = (bits & 0xFFFFFFF) == 0
+    if not is_close.any():
+        return total
+    rest = total - a
+    lost = (a - (total - rest)) + (b - rest)
+    # All of these have an even last bit. What is lost has the sign of the total if that is too small.
+    is_wrong = is_close & np.isfinite(lost) & (lost != 0)
+    return np.where(is_wrong, np.where((lost > 0) == (total > 0), bits + 1, bits - 1), bits).view(np.float64)
+
+
+def fused_halves(a: Array, b: Array, c: Array) -> Array:
+    """Return a b + c of 16-bit numbers as float64, from which rounding to 16 bits is rounding once."""
+    return odd_sum(a.astype(np.float64) * b, c.astype(np.float64))
 
 
 def _lost_of_product(a: Array, b: Array, product: Array) -> Array:
@@ -129,11 +153,16 @@ def calculate(instruction: Instruction) -> Step:
     if kind.endswith("x2"):
         return _calculate_pairs(instruction, kind.removesuffix("x2"), function)
     flushes = "ftz" in instruction.parts
+    if flushes and kind not in ("f16", "f32") and instruction.name not in ("rcp", "rsqrt"):
+        raise unknown(instruction)
     target, *sources = instruction.operands
     readers, write = [reader(source, kind) for source in sources], writer(target, kind)
+    # Products of bfloat16 numbers may be too small for float32.
+    is_wide = kind == "bf16"
+    function = fused_halves if is_wide and function is fused else function
 
     def run(wave: Wave, mask: Mask) -> None:
-        values = [read(wave) for read in readers]
+        values = [read(wave).astype(np.float64) if is_wide else read(wave) for read in readers]
         if flushes:
             write(wave, flushed(function(*map(flushed, values))), mask)
         else:
@@ -143,14 +172,15 @@ def calculate(instruction: Instruction) -> Step:
 
 
 def _calculate_pairs(instruction: Instruction, half: str, function: Callable[..., Array]) -> Step:
-    """Apply a function to both 16-bit numbers of registers, in float32, and round the results."""
+    """Apply a function to both 16-bit numbers of registers, in float64, and round the results."""
     if "ftz" in instruction.parts:
         raise unknown(instruction)
+    function = fused_halves if function is fused else function
     target, *sources = instruction.operands
     readers, write = [reader(source, "b32") for source in sources], writer(target, "b32")
 
     def run(wave: Wave, mask: Mask) -> None:
-        values = [halves(np.broadcast_to(read(wave), wave.lanes), half) for read in readers]
+        values = [halves(np.broadcast_to(read(wave), wave.lanes), half).astype(np.float64) for read in readers]
         write(wave, to_bits(function(*values), half).view(np.uint32)[:, 0], mask)
 
     return run
@@ -244,12 +274,13 @@ def extract_bits(instruction: Instruction) -> Step:
     write, bits = writer(target, kind), width(kind)
 
     def run(wave: Wave, mask: Mask) -> None:
-        value, first, count = read(wave), read_first(wave) & 255, read_count(wave) & 255
-        count = np.minimum(count, bits - np.minimum(first, bits))
+        value, first, count = read(wave), read_first(wave) & 255, np.minimum(read_count(wave) & 255, bits)
+        # Behind the last bit there are copies of the sign, or zeros.
+        moved = value >> np.minimum(first, bits - 1).astype(value.dtype)
+        moved = np.where((first >= bits) & (value.dtype.kind == "u"), value.dtype.type(0), moved)
         # Move the wanted bits to the top, then down again: the sign comes along.
-        up = np.minimum(bits - first.astype(np.int64) - count, bits - 1).astype(value.dtype)
-        down = np.minimum(bits - count.astype(np.int64), bits - 1).astype(value.dtype)
-        write(wave, np.where(count == 0, 0, (value << up) >> down).astype(value.dtype), mask)
+        unwanted = np.minimum(bits - count.astype(np.int64), bits - 1).astype(value.dtype)
+        write(wave, np.where(count == 0, 0, (moved << unwanted) >> unwanted).astype(value.dtype), mask)
 
     return run
 

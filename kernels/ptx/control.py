@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from s3d_fast.kernels.ptx.decode import Mask, Step, executes, moves_threads, reader, unknown
+from s3d_fast.kernels.ptx.decode import Mask, Step, moves_threads, reader, unknown
 from s3d_fast.kernels.ptx.parse import Immediate, Instruction, Program, Symbol
 
 if TYPE_CHECKING:
@@ -65,8 +65,9 @@ def barrier(instruction: Instruction, program: Program) -> Step:
     name, *count = instruction.operands
     assert isinstance(name, Immediate)
     number = int(name.text, 0)
-    if count and count != [Immediate(str(program.threads))]:
-        # A barrier of some warps would order only these.
+    # Who only arrives does not wait. A barrier of some warps would order only these.
+    is_known = set(instruction.parts[1:]) <= {"cta", "sync", "aligned"} and "sync" in instruction.parts
+    if not is_known or (count and count != [Immediate(str(program.threads))]):
         raise unknown(instruction)
 
     def run(wave: Wave, mask: Mask) -> None:
@@ -74,12 +75,6 @@ def barrier(instruction: Instruction, program: Program) -> Step:
         _release(wave)
 
     return run
-
-
-@executes("bar.warp")
-def warp_barrier(instruction: Instruction) -> Step:
-    """Order the accesses of the threads of each warp."""
-    return lambda wave, mask: wave.stamps.sync_warps(mask)
 
 
 def _release(wave: Wave) -> None:

@@ -1,4 +1,7 @@
-"""Instructions that move and convert numbers between registers, choose between them, or make predicates of them."""
+"""Instructions that move and convert numbers between registers, choose between them, or make predicates of them.
+
+A conversion rounds once, whatever the two types are.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from s3d_fast.kernels.ptx.decode import Mask, Reader, Step, executes, items, reader, types, unknown, writer
+from s3d_fast.kernels.ptx.decode import Mask, Reader, Step, executes, reader, types, unknown, writer
 from s3d_fast.kernels.ptx.parse import Instruction, Vector
-from s3d_fast.kernels.ptx.values import UNSIGNED, Array, dtype, is_float, to_bfloat16, to_bits, width
+from s3d_fast.kernels.ptx.values import UNSIGNED, Array, dtype, flushed, is_float, to_bits, width
 
 if TYPE_CHECKING:
     from s3d_fast.kernels.ptx.wave import Wave
@@ -70,54 +73,75 @@ def convert(instruction: Instruction) -> Step:
     """Convert between types; two float32 may become the halves of one register, the first the upper one."""
     result, source = types(instruction)
     target, *given = instruction.operands
-    readers = [reader(operand, source) for operand in given]
     modifiers = set(instruction.parts[1:]) - {result, source}
-    if not modifiers <= {"rn", "rna", "rz", "sat", "ftz", "relu", *ROUNDED} or "relu" in modifiers:
-        raise unknown(instruction)
+    readers = [reader(operand, source) for operand in given]
     if result.endswith("x2"):
-        return _convert_pair(instruction, readers, result)
-    rounding = next((ROUNDED[name] for name in modifiers if name in ROUNDED), None)
-    write = writer(target, result)
-    if (
-        "rz" in modifiers
-        or ("sat" in modifiers and not is_float(result))
-        or (result == "tf32" and "rna" not in modifiers)
-    ):
+        return _convert_pair(instruction, readers, result, modifiers)
+    (read,), write = readers, writer(target, result)
+    roundings = modifiers - {"sat", "ftz"}
+    if roundings not in _roundings(result, source) or not _fits(modifiers, result, source):
         raise unknown(instruction)
+    rounding = next((ROUNDED[name] for name in roundings if name in ROUNDED), None)
+    # Only float32 numbers are flushed, before and after.
+    flushes = [("ftz" in modifiers and kind == "f32") for kind in (source, result)]
 
     def run(wave: Wave, mask: Mask) -> None:
-        value = readers[0](wave)
+        value = flushed(read(wave)) if flushes[0] else read(wave)
         value = value if rounding is None else rounding(value)
         if is_float(source) and not is_float(result):
-            value = _clipped(value, result)
+            value = _clipped(value, result, source)
         elif "sat" in modifiers:
             value = np.clip(np.nan_to_num(value, nan=0.0), 0, 1)
         elif not is_float(source) and not is_float(result):
             value = value.astype(dtype(result))
-        write(wave, value, mask)
+        write(wave, flushed(value.astype(np.float32)) if flushes[1] else value, mask)
 
     return run
 
 
-def _clipped(values: Array, kind: str) -> Array:
-    """Return floating-point numbers as integers: beyond the range its ends, and zero for NaN."""
-    limits = np.iinfo(dtype(kind))
+def _roundings(result: str, source: str) -> list[set[str]]:
+    """Return the ways to round that are known for a conversion: none where it is exact."""
+    if result == "tf32":
+        return [{"rna"}] if source == "f32" else []
+    whole = [{name} for name in ROUNDED]
+    if not is_float(result):
+        return whole if is_float(source) else [set()]
+    if not is_float(source):
+        return [{"rn"}]
+    if result == source:
+        return [set(), *whole]
+    # Both types of 16 bits have numbers that the other one has not.
+    return [set()] if width(result) > width(source) else [{"rn"}]
+
+
+def _fits(modifiers: set[str], result: str, source: str) -> bool:
+    """Return whether a conversion has numbers that it can clamp to 0 and 1, or flush."""
+    saturates, flushes = "sat" in modifiers, "ftz" in modifiers
+    return (not saturates or (is_float(result) and is_float(source))) and (not flushes or "f32" in (result, source))
+
+
+def _clipped(values: Array, kind: str, source: str) -> Array:
+    """Return floating-point numbers as integers: beyond the range its ends.
+
+    NaN becomes zero; if one of both types has 64 bits, the integer whose highest bit alone is set.
+    """
+    limits, bits = np.iinfo(dtype(kind)), width(kind)
     inside = np.nan_to_num(np.clip(values.astype(np.float64), float(limits.min), float(limits.max)), nan=0.0)
     # The largest 64-bit integer is no float64: 2^63 must not wrap.
     is_top = inside >= float(limits.max)
-    return np.where(is_top, limits.max, np.where(is_top, 0.0, inside).astype(dtype(kind)))
+    found = np.where(is_top, limits.max, np.where(is_top, 0.0, inside).astype(dtype(kind)))
+    if 64 not in (bits, width(source)):
+        return found
+    return np.where(np.isnan(values), np.array(1 << (bits - 1), UNSIGNED[bits]).view(dtype(kind)), found)
 
 
-def _convert_pair(instruction: Instruction, readers: list[Reader], result: str) -> Step:
-    write = writer(instruction.operands[0], "b32")
-    if len(readers) != 2 or types(instruction)[1] != "f32":
+def _convert_pair(instruction: Instruction, readers: list[Reader], result: str, modifiers: set[str]) -> Step:
+    write, half = writer(instruction.operands[0], "b32"), result.removesuffix("x2")
+    if len(readers) != 2 or types(instruction)[1] != "f32" or modifiers != {"rn"}:
         raise unknown(instruction)
 
-    def half(values: Array) -> Array:
-        return to_bfloat16(values) if result == "bf16x2" else to_bits(values, "f16")
-
     def run(wave: Wave, mask: Mask) -> None:
-        upper, lower = (half(read(wave)).astype(np.uint32) for read in readers)
+        upper, lower = (to_bits(read(wave), half).astype(np.uint32) for read in readers)
         write(wave, (upper << np.uint32(16)) | lower, mask)
 
     return run
@@ -162,69 +186,3 @@ def test_number(instruction: Instruction) -> Step:
     target, source = instruction.operands
     read, write = reader(source, kind), writer(target, "pred")
     return lambda wave, mask: write(wave, test(read(wave)), mask)
-
-
-@executes("shfl")
-def shuffle(instruction: Instruction) -> Step:
-    """Read a register of another thread of the warp; where there is no such thread, the own one."""
-    _, _, mode, kind = instruction.parts
-    target, source, offset, clamp, _ = instruction.operands
-    write, *predicates = (writer(item, t) for item, t in zip(items(target), (kind, "pred"), strict=False))
-    read, read_offset, read_clamp = reader(source, kind), reader(offset, "u32"), reader(clamp, "u32")
-
-    def run(wave: Wave, mask: Mask) -> None:
-        lane, by = wave.every_lane % 32, read_offset(wave).astype(np.int64) & 31
-        limits = read_clamp(wave).astype(np.int64)
-        segment = (limits >> 8) & 31
-        highest = (lane & segment) | (limits & 31 & ~segment)
-        chosen = {
-            "idx": (lane & segment) | (by & ~segment), "bfly": lane ^ by, "down": lane + by, "up": lane - by,
-        }[mode]  # fmt: skip
-        exists = chosen >= highest if mode == "up" else chosen <= highest
-        chosen = wave.every_lane - lane + np.where(exists, chosen, lane)
-        if mask is not None and not mask[chosen[mask]].all():
-            wave.find("shuffle from a thread that does not take part", mask)
-        write(wave, np.broadcast_to(read(wave), wave.lanes)[chosen], mask)
-        for write_exists in predicates:
-            write_exists(wave, exists, mask)
-
-    return run
-
-
-REDUCED = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}  # fmt: skip
-
-
-@executes("redux")
-def reduce_warp(instruction: Instruction) -> Step:
-    """Combine a register of all threads of a warp."""
-    _, _, name, kind = instruction.parts
-    target, source, _ = instruction.operands
-    combine, read, write = REDUCED[name], reader(source, kind), writer(target, kind)
-
-    def run(wave: Wave, mask: Mask) -> None:
-        values = np.broadcast_to(read(wave), wave.lanes).reshape(-1, 32)
-        write(wave, np.repeat(combine.reduce(values, axis=1, dtype=values.dtype), 32), mask)
-
-    return run
-
-
-@executes("vote")
-def vote(instruction: Instruction) -> Step:
-    """Combine a predicate of all threads of a warp: all, any, or one bit for each."""
-    mode = instruction.parts[2]
-    target, source, _ = instruction.operands
-    read, write = reader(source, "pred"), writer(target, "b32" if mode == "ballot" else "pred")
-
-    def run(wave: Wave, mask: Mask) -> None:
-        votes = np.broadcast_to(read(wave), wave.lanes)
-        votes = (votes if mask is None else votes & mask).reshape(-1, 32)
-        if mode == "ballot":
-            result = (votes.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
-        else:
-            result = {"all": votes.all, "any": votes.any}[mode](axis=1)
-        write(wave, np.repeat(result, 32), mask)
-
-    return run

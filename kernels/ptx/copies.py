@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from s3d_fast.kernels.ptx.wave import Wave
 
 WARP = 32
+# Hints that change nothing.
+PREFETCHES = {"L2:64B", "L2:128B", "L2:256B"}
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Copies:
         shared.copies[cells] -= 1
         shared.data[copy.places[:, None] + np.arange(size)] = copy.values
         shared.is_written[cells] = True
-        shared.unfenced[cells] = True
+        shared.unfenced[cells] = copy.lanes[:, None]
         # The write is done now, not when it was begun.
         shared.hazards.wrote[cells] = wave.stamps.value[copy.lanes][:, None]
 
@@ -103,6 +105,9 @@ def copy(instruction: Instruction) -> Step:
 def _begin(instruction: Instruction) -> Step:
     target, source, length, *given = instruction.operands
     assert isinstance(length, Immediate)
+    # A policy of the cache would be one more operand.
+    if not set(instruction.parts[3:]) <= {"shared", "shared:cta", "global"} | PREFETCHES or len(given) > 1:
+        raise unknown(instruction)
     size = int(length.text, 0)
     to, at = address_reader(target), address_reader(source)
     read_given = reader(given[0], "u32") if given else None

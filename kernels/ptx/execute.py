@@ -11,14 +11,24 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
-from s3d_fast.kernels.ptx import arithmetic, control, conversion, copies, mma, transfers, wgmma  # noqa: F401
+from s3d_fast.kernels.ptx import (  # noqa: F401
+    arithmetic,
+    control,
+    conversion,
+    copies,
+    exchange,
+    mma,
+    transfers,
+    wgmma,
+)
 from s3d_fast.kernels.ptx.counts import by_class, tensor_multiplications
 from s3d_fast.kernels.ptx.decode import Decoded, decode, items, types
 from s3d_fast.kernels.ptx.findings import Fault, Finding
 from s3d_fast.kernels.ptx.parse import Immediate, Instruction, Program, parse
+from s3d_fast.kernels.ptx.provenance import float_registers
 from s3d_fast.kernels.ptx.shared import SharedMemory
 from s3d_fast.kernels.ptx.tensors import GlobalMemory
-from s3d_fast.kernels.ptx.values import width
+from s3d_fast.kernels.ptx.values import is_float, to_bits, width
 from s3d_fast.kernels.ptx.wave import Tally, Wave
 
 # Programs run together up to this many threads and bytes of shared memory: with more, numpy gains nothing.
@@ -80,9 +90,8 @@ def execute(
     values = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
     if len(values) > len(program.parameters):
         raise Fault(f"{program.name} has {len(program.parameters)} parameters, got {len(values)}")
-    parameters = dict.fromkeys((name for _, name in program.parameters), 0) | {
-        name: value for (_, name), value in zip(program.parameters, values, strict=False)
-    }
+    values += [0] * (len(program.parameters) - len(values))
+    parameters = {name: _bytes(value, kind) for (kind, name), value in zip(program.parameters, values, strict=True)}
     tally = Tally(np.zeros(len(code), np.int64))
     places = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(sizes)))]
     grain = _smallest_access(program, "shared")
@@ -104,7 +113,18 @@ def execute(
 @lru_cache(maxsize=64)
 def _decoded(ptx: str) -> tuple[Program, list[Decoded]]:
     program = parse(ptx)
+    program.floats = float_registers(program)
     return program, decode(program)
+
+
+def _bytes(value: float, kind: str) -> bytes:
+    """Return a parameter as it lies in memory; types without a sign or a point take numbers of every kind."""
+    bits = width(kind)
+    if isinstance(value, float) or is_float(kind):
+        if bits < 32:
+            raise Fault(f"a number of {bits} bits as a parameter")
+        return to_bits(np.array(value, np.float64), f"f{bits}").tobytes()
+    return (int(value) & ((1 << bits) - 1)).to_bytes(bits // 8, "little")
 
 
 def _smallest_access(program: Program, space: str) -> int:

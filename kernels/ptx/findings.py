@@ -8,8 +8,9 @@ import numpy as np
 
 from s3d_fast.kernels.ptx.values import FLOATS, Array
 
-# Sums of the same numbers in another order differ by less than this fraction, where not all of them cancel.
-ROUNDING = {32: 2.0**-10, 64: 2.0**-30}
+# Sums of the same numbers in which one product is rounded or not differ by so many units in the last place at most:
+# products of orthogonal vectors are a thousand times smaller than what they are sums of.
+MOST_ULPS = 1 << 12
 
 
 class Fault(Exception):
@@ -44,11 +45,16 @@ class Finding:
 AMBIGUOUS = "ambiguous rounding"
 
 
-def conflict(written: Array, found: Array, space: str) -> str:
-    """Return the kind of finding if threads write different values (unsigned, any shape) to one place."""
-    bits = 8 * written.itemsize
-    if bits in ROUNDING:
-        one, other = written.view(FLOATS[bits]), found.view(FLOATS[bits])
-        if np.allclose(one, other, rtol=ROUNDING[bits], atol=0, equal_nan=True):
+def conflict(written: Array, found: Array, space: str, are_floats: bool) -> str:
+    """Return the kind of finding if threads write different values (unsigned, any shape) to one place.
+
+    Only of floating-point numbers, of 32 or 64 bits, the last bits may be open: integers, pairs of 16-bit numbers,
+    zeros and what is no number must be equal.
+    """
+    if are_floats:
+        numbers = [np.abs(values.view(FLOATS[8 * values.itemsize])) for values in (written, found)]
+        are_normal = all((np.isfinite(n) & (n >= np.finfo(n.dtype).tiny)).all() for n in numbers)
+        # Of numbers of one sign, the bits count the units in the last place; those of both signs are far apart.
+        if are_normal and (np.maximum(written, found) - np.minimum(written, found) <= MOST_ULPS).all():
             return f"{AMBIGUOUS}: threads write sums that differ by rounding to one place in {space} memory"
     return f"threads write different values to one place in {space} memory"

@@ -61,17 +61,27 @@ class Hazards:
 
     def check_read(self, cells: Array, stamp: Array) -> Array | None:
         """Note that threads read cells (lanes, k); return the lanes that race with an earlier write, if any."""
-        raced = self._unordered(self.wrote[cells], stamp)
+        raced = self.written_before(cells, stamp)
         self._note_read(cells, stamp)
         return raced
 
     def check_write(self, cells: Array, stamp: Array) -> Array | None:
         """Note that threads write cells (lanes, k); return the lanes that race with an earlier access, if any."""
-        raced = self._unordered(self.wrote[cells], stamp)
+        raced = self.written_before(cells, stamp)
         if raced is None:
             raced = self.read_before(cells, stamp)
         self.wrote[cells] = stamp[:, None]
         return raced
+
+    def written_before(self, cells: Array, stamp: Array) -> Array | None:
+        """Return the lanes whose cells another thread has written, with nothing in between."""
+        return self._unordered(self.wrote[cells], stamp)
+
+    def note_add(self, cells: Array, stamp: Array) -> None:
+        """Note that threads add to cells (lanes, k) atomically: like reads, but one thread never stands for others."""
+        self._note_read(cells, stamp)
+        places, times = np.unique(cells, return_counts=True)
+        self.read[places[times > 1]] |= SEVERAL
 
     def read_before(self, cells: Array, stamp: Array) -> Array | None:
         """Return the lanes whose cells another thread has read, with nothing in between."""

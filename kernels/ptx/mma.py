@@ -24,7 +24,7 @@ GROUP, WITHIN = np.arange(32) // 4, np.arange(32) % 4
 
 def shape_of(instruction: Instruction) -> tuple[int, int, int]:
     """Return M, N and K of a tensor-core instruction."""
-    found = next(match for part in instruction.parts if (match := re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)))
+    (found,) = (match for part in instruction.parts if (match := re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)))
     return int(found[1]), int(found[2]), int(found[3])
 
 

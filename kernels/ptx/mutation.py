@@ -18,16 +18,19 @@ from s3d_fast.kernels.ptx.findings import Fault, Finding
 from s3d_fast.kernels.ptx.launch import Argument, simulated
 
 ORDERING = re.compile(
-    r"^[ \t]*(bar\.sync|barrier\.sync|bar\.warp\.sync|cp\.async\.wait_group|wgmma\.wait_group|wgmma\.fence"
-    r"|fence\.proxy\.async)\b[^;\n]*;",
+    r"^[ \t]*(?:@!?[%\w$]+\s+)?((?:bar|barrier)(?:\.cta)?\.sync|bar\.warp\.sync|cp\.async\.wait_(?:group|all)"
+    r"|wgmma\.wait_group|wgmma\.fence|fence\.proxy\.async)\b[^;\n]*;",
     re.M,
 )
 # Why a mutant may be right, by what was taken out.
 REASONS = {
-    "bar.sync": "other barriers order every two accesses that conflict",
-    "barrier.sync": "other barriers order every two accesses that conflict",
+    **dict.fromkeys(
+        ("bar.sync", "barrier.sync", "bar.cta.sync", "barrier.cta.sync"),
+        "other barriers order every two accesses that conflict",
+    ),
     "bar.warp.sync": "the threads of a warp exchange nothing here, or another barrier orders it",
     "cp.async.wait_group": "a later wait covers these copies before they are read",
+    "cp.async.wait_all": "a later wait covers these copies before they are read",
     "wgmma.wait_group": "a later wait covers these products before their registers and memory are used",
     "wgmma.fence": "no register of the product was written since an earlier fence",
     "fence.proxy.async": "nothing that the products read was written since an earlier fence",

@@ -107,6 +107,7 @@ class Program:
     tables: dict[str, list[str]] = field(default_factory=dict)  # the labels that an indexed branch chooses from
     constants: dict[str, bytes] = field(default_factory=dict)
     registers: list[Register] = field(default_factory=list)
+    floats: frozenset[int] = frozenset()  # the registers that hold float32 or float64 numbers, see `provenance`
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*((?:\.\w+[ \t]+[\d, ]+\s*)*)\{", re.S)
@@ -128,9 +129,11 @@ def parse(ptx: str) -> Program:
     entry = _ENTRY.search(text)
     if entry is None:
         raise Fault("the PTX has no entry")
-    threads = re.search(r"\.(?:req|max)ntid\s+(\d+)", entry[3])
+    threads = re.search(r"\.(?:req|max)ntid\s+(\d+)((?:\s*,\s*\d+)*)", entry[3])
     if threads is None:
         raise Fault(f"{entry[1]}: the PTX does not say how many threads a program has")
+    if any(int(size) != 1 for size in threads[2].replace(",", " ").split()):
+        raise Fault(f"{entry[1]}: the threads of a program have more than one axis, {threads[0]}")
     program = Program(entry[1], int(threads[1]), _parameters(entry[2]))
     for found in _CONSTANT.finditer(text):
         program.constants[found[1]] = bytes(int(number, 0) & 255 for number in found[2].split(","))

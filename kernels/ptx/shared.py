@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Shared memory of a program begins at a multiple of this, since the swizzles of wgmma depend on addresses.
 ALIGNMENT = 1024
+NOBODY = -1
 
 
 class SharedMemory:
@@ -37,7 +38,8 @@ class SharedMemory:
         self.is_written = np.zeros(cells, bool)
         self.copies = np.zeros(cells, np.int16)
         self.products = np.zeros(cells, np.int16)
-        self.unfenced = np.zeros(cells, bool)
+        # The thread, of all that run at once, whose write the asynchronous proxy may not see.
+        self.unfenced = np.full(cells, NOBODY, np.int32)
 
     def places(self, wave: Wave, addresses: Array, size: int, chosen: Array) -> Array:
         """Return where the chosen lanes access `size` bytes, as offsets into `data`."""
@@ -64,8 +66,8 @@ class SharedMemory:
         found[chosen] = self.data.view(UNSIGNED[bits])[(places * 8 // bits)[:, None] + np.arange(count)]
         return found
 
-    def store(self, wave: Wave, addresses: Array, values: Array, mask: Mask) -> None:
-        """Write values (lanes, count), unsigned integers of any width."""
+    def store(self, wave: Wave, addresses: Array, values: Array, mask: Mask, are_floats: bool = False) -> None:
+        """Write values (lanes, count), unsigned integers of any width, which may stand for float numbers."""
         count, itemsize, chosen = values.shape[1], values.itemsize, wave.chosen(mask)
         size = count * itemsize
         places = self.places(wave, addresses, size, chosen)
@@ -79,7 +81,7 @@ class SharedMemory:
         data[where] = own
         found = data[where]
         if (bad := found != own).any():
-            wave.find_among(conflict(own[bad], found[bad], "shared"), chosen, bad)
+            wave.find_among(conflict(own[bad], found[bad], "shared", are_floats), chosen, bad)
 
     def note_read(self, wave: Wave, places: Array, size: int, chosen: Array) -> None:
         """Check that what is read was written, has arrived, and is not written at the same time."""
@@ -101,11 +103,15 @@ class SharedMemory:
         if (raced := self.hazards.check_write(cells, wave.stamps.value[chosen])) is not None:
             wave.find_among("race: shared memory written after another access, without a barrier", chosen, raced)
         self.is_written[cells] = True
-        self.unfenced[cells] = True
+        self.unfenced[cells] = chosen[:, None]
 
-    def fence(self, programs: Array) -> None:
-        """Let the asynchronous proxy see what these programs have written."""
-        self.unfenced.reshape(-1, self.stride // self.grain)[programs] = False
+    def fence(self, mask: Mask) -> None:
+        """Let the asynchronous proxy see what these threads have written."""
+        if mask is None:
+            self.unfenced[:] = NOBODY
+        else:
+            waiting = np.flatnonzero(self.unfenced != NOBODY)
+            self.unfenced[waiting[mask[self.unfenced[waiting]]]] = NOBODY
 
     def count_passes(self, wave: Wave, addresses: Array, size: int, mask: Mask) -> None:
         """Count passes over memory, and bytes, for one instruction."""

@@ -2,7 +2,7 @@
 
 The tensors are copied into one array and back, so that an access of all programs is one numpy operation. For each cell
 we know which programs have read, written and added to it: between programs there is no order, so a cell that one writes
-must be touched by no other. Atomic additions may meet each other.
+must be touched by no other. Atomic additions may meet each other, in a program as well, but not other accesses.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ class GlobalMemory:
         spans = _merged([_span(tensor) for tensor in tensors if tensor.numel()])
         self._spans, self._constants = spans, dict[str, int]()
         bases, sizes = [first for first, _ in spans], [last - first for first, last in spans]
+        address = CONSTANTS
         for name, data in constants.items():
-            self._constants[name] = CONSTANTS + sum(sizes[len(spans) :]) // ALIGNMENT * ALIGNMENT + ALIGNMENT
-            bases.append(self._constants[name])
+            self._constants[name] = address
+            bases.append(address)
             sizes.append(len(data))
+            # At least one place is free between two tables.
+            address += (len(data) // ALIGNMENT + 1) * ALIGNMENT
         self.base, self.size = np.array(bases, np.int64), np.array(sizes, np.int64)
         starts, end = [], 0
         for base, size in zip(bases, sizes, strict=True):
@@ -58,6 +61,8 @@ class GlobalMemory:
             self.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
         cells = end // grain
         self.hazards = Hazards(cells)
+        # The additions, as accesses that may meet each other; none before the first one.
+        self.additions: Hazards | None = None
         self.writer = np.full(cells, NOBODY, np.int32)
         self.reader = np.full(cells, NOBODY, np.int32)
         self.adder = np.full(cells, NOBODY, np.int32)
@@ -78,6 +83,8 @@ class GlobalMemory:
         own = addresses[chosen]
         if (bad := own % size != 0).any():
             raise wave.fault(f"misaligned access of {size} bytes to global memory", int(chosen[np.argmax(bad)]))
+        if not len(self.base):
+            raise wave.fault("access outside of all tensors, of which there are none", int(chosen[0]))
         tensor = np.searchsorted(self.base, own, "right") - 1
         offset = own - self.base[tensor]
         if (bad := (tensor < 0) | (offset + size > self.size[tensor])).any():
@@ -86,8 +93,6 @@ class GlobalMemory:
         return self.start[tensor] + offset
 
     def _nearest(self, address: int) -> str:
-        if not len(self.base):
-            return "of which there are none"
         beyond = address - (self.base + self.size)
         ahead = self.base - address
         distance = np.maximum(beyond, ahead)
@@ -105,8 +110,8 @@ class GlobalMemory:
         found[chosen] = self.data.view(UNSIGNED[bits])[(places * 8 // bits)[:, None] + np.arange(count)]
         return found
 
-    def store(self, wave: Wave, addresses: Array, values: Array, mask: Mask) -> None:
-        """Write values (lanes, count), unsigned integers of any width."""
+    def store(self, wave: Wave, addresses: Array, values: Array, mask: Mask, are_floats: bool) -> None:
+        """Write values (lanes, count), unsigned integers of any width, which may stand for float numbers."""
         count, itemsize, chosen = values.shape[1], values.itemsize, wave.chosen(mask)
         size = count * itemsize
         places = self.places(wave, addresses, size, chosen)
@@ -120,7 +125,7 @@ class GlobalMemory:
         data[where] = own
         found = data[where]
         if (bad := found != own).any():
-            wave.find_among(conflict(own[bad], found[bad], "global"), chosen, bad)
+            wave.find_among(conflict(own[bad], found[bad], "global", are_floats), chosen, bad)
 
     def add(self, wave: Wave, addresses: Array, values: Array, mask: Mask) -> Array:
         """Add values (lanes, count) atomically, one lane after the other; return what was there before."""
@@ -149,6 +154,7 @@ class GlobalMemory:
                 wave.find_among(f"race: global memory read that another program {verb}", chosen, bad)
         if (raced := self.hazards.check_read(cells, wave.stamps.value[chosen])) is not None:
             wave.find_among("race: global memory read after a write of another thread, no barrier", chosen, raced)
+        self._check_additions(wave, cells, chosen, "read")
         self._note(self.reader, cells, own)
 
     def _note_write(self, wave: Wave, cells: Array, chosen: Array) -> None:
@@ -161,12 +167,26 @@ class GlobalMemory:
                 wave.find_among(f"race: global memory written that another program {verb}", chosen, bad)
         if (raced := self.hazards.check_write(cells, wave.stamps.value[chosen])) is not None:
             wave.find_among("race: global memory written after an access of another thread, no barrier", chosen, raced)
+        self._check_additions(wave, cells, chosen, "written")
+
+    def _check_additions(self, wave: Wave, cells: Array, chosen: Array, verb: str) -> None:
+        if self.additions is None:
+            return
+        if (raced := self.additions.read_before(cells, wave.stamps.value[chosen])) is not None:
+            wave.find_among(f"race: global memory {verb} after another thread added to it, no barrier", chosen, raced)
 
     def _note_add(self, wave: Wave, cells: Array, chosen: Array) -> None:
         own = wave.number_of[chosen][:, None]
         for other, verb in ((self.writer[cells], "writes"), (self.reader[cells], "reads")):
             if (bad := (other != NOBODY) & (other != own)).any():
                 wave.find_among(f"race: global memory added to that another program {verb}", chosen, bad)
+        stamp = wave.stamps.value[chosen]
+        for raced in (self.hazards.written_before(cells, stamp), self.hazards.read_before(cells, stamp)):
+            if raced is not None:
+                kind = "race: global memory added to after an access of another thread, no barrier"
+                wave.find_among(kind, chosen, raced)
+        self.additions = self.additions or Hazards(len(self.adder))
+        self.additions.note_add(cells, stamp)
         self._note(self.adder, cells, own)
 
     @staticmethod

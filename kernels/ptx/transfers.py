@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from s3d_fast.kernels.ptx.decode import Mask, Step, address_reader, executes, items, reader, types, unknown, writer
-from s3d_fast.kernels.ptx.parse import Address, Instruction, Symbol
-from s3d_fast.kernels.ptx.values import UNSIGNED, Array, dtype, to_bits, width
+from s3d_fast.kernels.ptx.parse import Address, Instruction, Register, Symbol
+from s3d_fast.kernels.ptx.values import Array, dtype, width
 
 if TYPE_CHECKING:
     from s3d_fast.kernels.ptx.wave import Wave
 
 WARP = 32
+# What the opcode of an atomic addition may contain besides its name and type.
+ADDITIONS = frozenset(
+    {"global", "add", "gpu", "sys", "relaxed", "acquire", "release", "acq_rel", "noftz", "v2", "v4", "v8"}
+)
 
 
 def _space(instruction: Instruction) -> str:
@@ -48,14 +52,13 @@ def _load_parameter(instruction: Instruction, kind: str) -> Step:
     assert isinstance(source, Address)
     assert isinstance(source.base, Symbol)
     name, write = source.base.name, writer(target, kind)
+    first, size = source.offset, width(kind) // 8
 
     def run(wave: Wave, mask: Mask) -> None:
-        value = wave.parameters[name]
-        if isinstance(value, float):
-            bits = to_bits(np.array(value), f"f{width(kind)}")
-        else:
-            bits = np.array(value & ((1 << width(kind)) - 1), UNSIGNED[width(kind)])
-        write(wave, bits.view(dtype(kind)), mask)
+        found = wave.parameters.get(name, b"")
+        if first < 0 or first + size > len(found):
+            raise wave.fault(f"load of {size} bytes at {first} of a parameter of {len(found)}")
+        write(wave, np.frombuffer(found[first : first + size], dtype(kind)).reshape(()), mask)
 
     return run
 
@@ -67,11 +70,12 @@ def store(instruction: Instruction) -> Step:
     (kind,) = types(instruction)
     space, read = _space(instruction), address_reader(target)
     readers = [reader(item, f"b{width(kind)}") for item in items(source)]
+    stored = {item.index if isinstance(item, Register) else None for item in items(source)}
 
     def run(wave: Wave, mask: Mask) -> None:
         memory = wave.shared if space == "shared" else wave.memory
         values = np.stack([np.broadcast_to(read_value(wave), wave.lanes) for read_value in readers], 1)
-        memory.store(wave, read(wave), values, mask)
+        memory.store(wave, read(wave), values, mask, stored <= wave.program.floats)
 
     return run
 
@@ -79,10 +83,11 @@ def store(instruction: Instruction) -> Step:
 @executes("atom", "red")
 def add_atomically(instruction: Instruction) -> Step:
     """Add to global memory; atom also returns what was there before."""
-    if "add" not in instruction.parts or "global" not in instruction.parts:
-        raise unknown(instruction)
     *target, place, source = instruction.operands
     (kind,) = types(instruction)
+    # Additions of the scope .cta are not atomic for other programs.
+    if not {"global", "add"} <= set(instruction.parts[1:]) <= ADDITIONS | {kind}:
+        raise unknown(instruction)
     if kind.startswith("bf16"):
         # Memory has no numbers of this type.
         raise unknown(instruction)
@@ -139,7 +144,7 @@ def store_matrices(instruction: Instruction) -> Step:
 
 
 def _matrices(instruction: Instruction, registers: tuple) -> tuple[list, bool]:
-    number = next(part for part in instruction.parts if part in ("x1", "x2", "x4"))
+    (number,) = (part for part in instruction.parts if part in ("x1", "x2", "x4"))
     if "m8n8" not in instruction.parts or "b16" not in instruction.parts or int(number[1:]) != len(registers):
         raise unknown(instruction)
     return [writer(item, "b32") for item in registers], "trans" in instruction.parts

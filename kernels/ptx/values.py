@@ -77,11 +77,31 @@ def from_bfloat16(bits: Array) -> Array:
 
 
 def to_bfloat16(values: Array) -> Array:
-    """Round numbers to bfloat16, to the nearest and even, and return their 16 bits."""
-    narrow = np.ascontiguousarray(values, np.float32)
+    """Round numbers of any type once to bfloat16, to the nearest and even, and return their 16 bits."""
+    narrow = np.ascontiguousarray(values if values.dtype == np.float32 else _to_odd_float32(values))
     bits = narrow.view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(narrow), np.uint16(0x7FFF), rounded)
+
+
+def _to_odd_float32(values: Array) -> Array:
+    """Round numbers to float32, to the neighbour whose last bit is set where there are two.
+
+    Such numbers lie on the same side of each number and tie of a narrower type as before, so that rounding them again
+    is rounding once.
+    """
+    if values.dtype.kind in "iu":
+        # Beyond 2^53 the last 11 bits of 64 become one, and float64 holds the integer.
+        one = values.dtype.type(1)
+        if values.dtype.itemsize == 8:
+            low = values & values.dtype.type(2047)
+            is_large = (values >= 1 << 53) | (values <= -(1 << 53) if values.dtype.kind == "i" else False)
+            values = np.where(is_large, (values ^ low) | (low != 0).astype(values.dtype) << (one * 11), values)
+        values = values.astype(np.float64)
+    near = np.ascontiguousarray(values.astype(np.float32))
+    toward_zero = np.where(np.abs(near) > np.abs(values), np.nextafter(near, np.float32(0)), near)
+    is_inexact = (toward_zero != values) & ~np.isnan(values)
+    return (toward_zero.view(np.uint32) | is_inexact.astype(np.uint32)).view(np.float32)
 
 
 def to_tf32(values: Array) -> Array:

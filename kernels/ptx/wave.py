@@ -17,7 +17,7 @@ from s3d_fast.kernels.ptx.copies import Copies
 from s3d_fast.kernels.ptx.decode import Decoded, Mask
 from s3d_fast.kernels.ptx.findings import Fault, Finding
 from s3d_fast.kernels.ptx.hazards import Stamps
-from s3d_fast.kernels.ptx.parse import Program, Special
+from s3d_fast.kernels.ptx.parse import Instruction, Program, Special
 from s3d_fast.kernels.ptx.shared import SharedMemory
 from s3d_fast.kernels.ptx.tensors import GlobalMemory
 from s3d_fast.kernels.ptx.values import UNSIGNED, Array
@@ -59,7 +59,7 @@ class Wave:
         first: int,  # the number of the first program in the launch
         places: Sequence[Place],
         grid: Place,
-        parameters: Mapping[str, int | float],
+        parameters: Mapping[str, bytes],
         memory: GlobalMemory,
         shared: SharedMemory,
         tally: Tally,
@@ -212,6 +212,7 @@ class Wave:
                 allowed = registers[instruction.guard.index]
                 allowed = ~allowed if instruction.is_guard_negated else allowed
                 active = allowed if mask is None else allowed & mask
+                self._require_whole_warps(instruction, active)
             if not decoded.sources.isdisjoint(watched):
                 self._inspect(decoded.sources, active)
             if decoded.control is not None:
@@ -223,6 +224,14 @@ class Wave:
                 decoded.step(self, active)
             pc += 1
         self.pc[group] = pc
+
+    def _require_whole_warps(self, instruction: Instruction, active: Array) -> None:
+        """Refuse instructions of whole warps that a guard takes from some threads; all threads have come to it."""
+        if "sync" not in instruction.parts or (instruction.name == "barrier" and "aligned" not in instruction.parts):
+            return
+        is_missing = ~active & (self.pc != DONE) & np.repeat(active.reshape(-1, WARP).any(1), WARP)
+        if is_missing.any():
+            raise self.fault("a part of a warp executes an instruction of the whole warp", int(np.argmax(is_missing)))
 
     def _gather_warps(self, pc: int, group: Array) -> None:
         """Let threads that have come to an instruction of whole warps wait for the other threads of their warps."""

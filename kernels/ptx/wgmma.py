@@ -18,6 +18,7 @@ import numpy as np
 from s3d_fast.kernels.ptx.decode import Mask, Reader, Step, executes, items, reader, types, unknown
 from s3d_fast.kernels.ptx.mma import GROUP, WITHIN, left_fragment, shape_of
 from s3d_fast.kernels.ptx.parse import Immediate, Instruction, Register, Vector
+from s3d_fast.kernels.ptx.shared import NOBODY
 from s3d_fast.kernels.ptx.values import TF32_MASK, Array, from_bfloat16
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 WARP, WARPGROUP = 32, 128
 # The bytes of a row of the swizzled layout, and the address bits that are exchanged, by the descriptor's mode.
 SWIZZLES = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}
+
+# The bits of a descriptor that are understood: addresses and the mode, not the offset of the swizzle's base.
+DESCRIPTOR = 0x3FFF | 0x3FFF << 16 | 0x3FFF << 32 | 3 << 62
+# What a fence of the asynchronous proxy may be restricted to, and still concern shared memory.
+PROXY_SPACES = ((), ("shared:cta",), ("shared:cluster",))
+PLAIN_FENCES = frozenset({"acq_rel", "acquire", "release", "sc", "cta", "cluster", "gpu", "gl", "sys"})
 
 
 @dataclass
@@ -93,11 +100,12 @@ def _note_read(wave: Wave, lane: int, cells: Array) -> None:
 @executes("fence", "membar")
 def fence(instruction: Instruction) -> Step:
     """Make writes visible to the asynchronous proxy. Other fences order nothing that a barrier does not."""
-    if instruction.parts[1:3] != ("proxy", "async"):
-        if "proxy" in instruction.parts:
-            raise unknown(instruction)
-        return lambda wave, mask: None
-    return lambda wave, mask: wave.shared.fence(np.unique(wave.program_of[wave.chosen(mask)]))
+    if instruction.parts[1:3] == ("proxy", "async") and instruction.parts[3:] in PROXY_SPACES:
+        return lambda wave, mask: wave.shared.fence(mask)
+    # No product reads global memory.
+    if instruction.parts != ("fence", "proxy", "async", "global") and not set(instruction.parts[1:]) <= PLAIN_FENCES:
+        raise unknown(instruction)
+    return lambda wave, mask: None
 
 
 @executes("wgmma")
@@ -147,6 +155,8 @@ class Operand:
         found = np.zeros((len(firsts), self.rows, self.K))
         for descriptor in np.unique(descriptors):
             own = np.flatnonzero(descriptors == descriptor)
+            if int(descriptor) & ~DESCRIPTOR:
+                raise wave.fault(f"unknown descriptor of wgmma {int(descriptor):#x}", int(firsts[own[0]]))
             offsets, cells = _layout(
                 int(descriptor), self.rows, self.K, self.itemsize, self.is_transposed, wave.shared.grain
             )
@@ -175,7 +185,7 @@ class Operand:
             wave.find("uninitialised shared memory", at)
         elif shared.hazards.is_written_since_barrier(cells, wave.stamps.value[lane]):
             wave.find("race: wgmma reads shared memory after a write, without a barrier", at)
-        if shared.unfenced[cells].any():
+        if (shared.unfenced[cells] != NOBODY).any():
             wave.find("wgmma reads shared memory after a write, without fence.proxy.async", at)
         shared.products[cells] += 1
         _note_read(wave, lane, cells)

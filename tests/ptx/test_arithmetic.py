@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -78,6 +79,10 @@ INTEGER: dict[str, Callable[[int, int, int], int]] = {
     "shf.r.wrap.b32 %r9, %r1, %r2, 9;": lambda a, b, c: (unsigned(b) << 32 | unsigned(a)) >> 9,
     "bfe.u32 %r9, %r1, 3, 7;": lambda a, b, c: unsigned(a) >> 3 & 127,
     "bfe.s32 %r9, %r1, 3, 7;": lambda a, b, c: ((unsigned(a) >> 3 & 127) + 64) % 128 - 64,
+    "bfe.s32 %r9, %r1, 28, 7;": lambda a, b, c: a >> 28,
+    "bfe.s32 %r9, %r1, 40, 7;": lambda a, b, c: a >> 31,
+    "bfe.u32 %r9, %r1, 28, 7;": lambda a, b, c: unsigned(a) >> 28,
+    "bfe.u32 %r9, %r1, 40, 7;": lambda a, b, c: 0,
     "popc.b32 %r9, %r1;": lambda a, b, c: bin(unsigned(a)).count("1"),
     "clz.b32 %r9, %r1;": lambda a, b, c: 32 - unsigned(a).bit_length(),
     "prmt.b32 %r9, %r1, %r2, 0x5410;": lambda a, b, c: unsigned(b) << 16 | unsigned(a) & 65535,
@@ -142,6 +147,65 @@ def test_float32_numbers_are_those_of_torch(instruction: str) -> None:
     a, b, c = (3 * floats(seed=seed) for seed in range(3))
     expected = FLOAT[instruction](*(a, b) if "min" in instruction else (a, b, c))
     assert torch.equal(applied(instruction, a, b, c).view(torch.float32), expected)
+
+
+CONSTANT: dict[str, int] = {
+    # What is no number, as an integer.
+    "cvt.rzi.s32.f32 %r9, 0f7FC00000;": 0,
+    "cvt.rni.u32.f32 %r9, 0f7FC00000;": 0,
+    "cvt.rzi.s32.f64 %r9, 0d7FF8000000000000;": -(2**31),
+    "cvt.rzi.u16.f64 %rs1, 0d7FF8000000000000; cvt.u32.u16 %r9, %rs1;": 2**15,
+    "cvt.rzi.s64.f32 %rd9, 0f7FC00000; shr.u64 %rd9, %rd9, 32; cvt.u32.u64 %r9, %rd9;": -(2**31),
+    # Subnormal numbers are zero before and after a conversion that flushes.
+    "cvt.rpi.f32.f32 %r9, 0f00000001;": 0x3F800000,
+    "cvt.rpi.ftz.f32.f32 %r9, 0f00000001;": 0,
+    "cvt.rn.f32.f64 %r9, 0d3700000000000000;": 0x40,
+    "cvt.rn.ftz.f32.f64 %r9, 0d3700000000000000;": 0,
+    "cvt.ftz.f64.f32 %rd9, 0f00000001; shr.u64 %rd9, %rd9, 32; cvt.u32.u64 %r9, %rd9;": 0,
+    # A little more than a tie, which is one in float32.
+    "cvt.rn.bf16.s32 %rs1, 16842753; cvt.u32.u16 %r9, %rs1;": 0x4B81,
+    "cvt.rn.bf16.s64 %rs1, 4629700416936869889; cvt.u32.u16 %r9, %rs1;": 0x5E81,
+    "cvt.rn.bf16.s64 %rs1, -4629700416936869889; cvt.u32.u16 %r9, %rs1;": 0xDE81,
+    "cvt.rn.bf16.f64 %rs1, 0d3FF0100000000001; cvt.u32.u16 %r9, %rs1;": 0x3F81,
+    "cvt.rn.bf16.f64 %rs1, 0d3FF0100000000000; cvt.u32.u16 %r9, %rs1;": 0x3F80,
+    "cvt.rn.bf16.f64 %rs1, 0d47EFF00000000000; cvt.u32.u16 %r9, %rs1;": 0x7F80,
+}
+
+
+@pytest.mark.parametrize("instruction", CONSTANT)
+def test_conversions_at_the_edges(instruction: str) -> None:
+    assert set(applied(instruction).tolist()) == {CONSTANT[instruction]}
+
+
+def nearest(exact: Fraction, bits: int) -> float:
+    """Round to so many bits, to the nearest and even."""
+    step = Fraction(2) ** (math.frexp(exact)[1] - bits)
+    return float(round(exact / step) * step)
+
+
+# Two factors whose product is a tie of the type, and a much smaller addend.
+TIES = {
+    "f32": (torch.float32, 24, 1 + 2.0**-12, 1 + 2.0**-12, 2.0**-80),
+    "f16": (torch.float16, 11, 1 + 2.0**-5, 1 + 2.0**-6, 2.0**-24),
+    "bf16": (torch.bfloat16, 8, 1 + 2.0**-4, 1 + 2.0**-4, 2.0**-80),
+}
+
+
+@pytest.mark.parametrize("kind", [*TIES, "f16x2", "bf16x2"])
+def test_fma_rounds_once(kind: str) -> None:
+    dtype, bits, a, b, c = TIES[kind.removesuffix("x2")]
+    count = 128 // dtype.itemsize
+    signs = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]]).repeat(count // 4, 1).T
+    A, B, C = (x.to(dtype) for x in (a * signs[0], torch.full((count,), b), c * signs[1]))
+    body = f"fma.rn.{kind} %r9, %r1, %r2, %r3;"
+    if kind in ("f16", "bf16"):
+        halves = "mov.b32 {{%rs{0}, %rs1{0}}}, %r{0};"
+        body = " ".join(halves.format(i) for i in (1, 2, 3)) + " mov.b32 %r9, {%rs4, %rs14};"
+        body = body.replace("mov.b32 %r9", f"fma.rn.{kind} %rs4, %rs1, %rs2, %rs3; mov.b32 %r9")
+        body = body.replace("mov.b32 %r9", f"fma.rn.{kind} %rs14, %rs11, %rs12, %rs13; mov.b32 %r9")
+    found = applied(body, *(x.view(torch.int32) for x in (A, B, C))).view(dtype)
+    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(*(t.tolist() for t in (A, B, C)), strict=True)]
+    assert found.tolist() == [nearest(x, bits) for x in exact]
 
 
 PAIRS = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -217,6 +281,58 @@ def test_shuffles_and_reductions_of_a_warp() -> None:
         assert torch.equal(out.view(2, 32), expected.to(torch.int32)), instruction
 
 
+def test_threads_that_have_returned_take_no_part() -> None:
+    out = torch.full((32,), 7, dtype=torch.int32)
+    body = "setp.ge.u32 %p1, %r0, 16; @%p1 ret; setp.lt.u32 %p2, %r0, 16; vote.sync.all.pred %p3, %p2, -1;"
+    body += "selp.b32 %r9, 1, 0, %p3; add.s32 %r8, %r0, 3; redux.sync.min.u32 %r7, %r8, -1; add.s32 %r9, %r9, %r7;"
+    run(f"{body} redux.sync.and.b32 %r7, -1, -1; and.b32 %r9, %r9, %r7; st.global.b32 [%rd0], %r9;", out)
+    assert out.tolist() == [4] * 16 + [7] * 16
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "vote.sync.all.pred %p2, %p1, {};", "redux.sync.add.s32 %r9, %r0, {};", "bar.warp.sync {};",
+        "shfl.sync.bfly.b32 %r9, %r0, 1, 31, {};",
+    ],
+)  # fmt: skip
+def test_parts_of_warps_are_refused(instruction: str) -> None:
+    half = "setp.lt.u32 %p1, %r0, 16;"
+    run(half + instruction.format(-1))
+    with pytest.raises(Fault, match="the mask does not name all threads of the warp"):
+        run(half + instruction.format("0xffff"))
+    for members in (-1, "0xffff"):
+        with pytest.raises(Fault, match=r"a part of a warp executes .* thread 16"):
+            run(f"{half} @%p1 {instruction.format(members)}")
+
+
+def test_parameters_are_loaded_from_any_place() -> None:
+    out = torch.zeros(32, dtype=torch.int32)
+    load = "ld.param.b32 %r9, [kernel_param_1+{}]; st.global.b32 [%rd0], %r9;"
+    for offset, expected in ((0, 0x1ABCDEF0), (4, 0x12345678), (2, 0x56781ABC)):
+        execute(program(load.format(offset), 2), (out, 0x12345678_1ABCDEF0), (1,))
+        assert set(out.tolist()) == {expected}
+    with pytest.raises(Fault, match="load of 4 bytes at 6 of a parameter of 8"):
+        execute(program(load.format(6), 2), (out, 0), (1,))
+
+
+def test_tables_of_constants_have_places_of_their_own() -> None:
+    out = torch.zeros(32, dtype=torch.int32)
+    tables = "".join(
+        f".global .align 4 .b8 {name}[4] = {{{first}, 1, 0, 0}};\n" for name, first in (("a", 7), ("b", 9))
+    )
+    body = "mov.b64 %rd8, a; mov.b64 %rd9, b; ld.global.b32 %r8, [%rd8]; ld.global.b32 %r9, [%rd9];"
+    execute(tables + program(f"{body} sub.s32 %r9, %r9, %r8; st.global.b32 [%rd0], %r9;", 1), (out,), (1,))
+    assert set(out.tolist()) == {2}
+
+
+def test_threads_have_one_axis() -> None:
+    text = program("mov.b32 %r9, %ntid.x;")
+    execute(text.replace(".reqntid 32", ".reqntid 32, 1, 1"), (), (1,))
+    with pytest.raises(Fault, match="more than one axis"):
+        execute(text.replace(".reqntid 32", ".reqntid 32, 2"), (), (1,))
+
+
 def test_an_indexed_branch_takes_every_thread_to_its_place() -> None:
     out = torch.zeros(32, dtype=torch.int32)
     body = """
@@ -248,7 +364,18 @@ def test_atomic_additions_add_up() -> None:
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r1}, {%r2}, {%r3}, {%r4};",
         "cp.async.bulk.commit_group;",
         "bar.sync 1, 64;",
+        "bar.cta.arrive 0, 128;",
+        "barrier.cta.arrive 0, 128;",
         "cvt.rz.f32.f64 %r1, %rd1;",
+        "cvt.rz.bf16x2.f32 %r1, %r2, %r3;",
+        "cvt.rz.f16x2.f32 %r1, %r2, %r3;",
+        "cvt.s32.f32 %r1, %r2;",
+        "cp.async.ca.shared.global.L2::cache_hint [%r1], [%rd1], 4, %rd2;",
+        "fence.proxy.alias;",
+        "ldmatrix.sync.aligned.m8n8.shared.b16 {%r1}, [%r2];",
+        "shfl.sync.all.b32 %r1, %r0, 1, 31, -1;",
+        "vote.sync.uni.pred %p1, %p2, -1;",
+        "atom.global.cta.relaxed.add.u32 %r1, [%rd1], %r0;",
         "atom.global.exch.b32 %r1, [%rd1], %r0;",
         "atom.global.gpu.relaxed.add.noftz.bf16 %rs1, [%rd1], %rs2;",
     ],

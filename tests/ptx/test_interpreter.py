@@ -19,18 +19,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.ptx import small_kernels as small
+from tests.ptx import tile_kernels as tiles
+from tests.ptx.inputs import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    I8,
+    I32,
+    I64,
+    U32,
+    U64,
+    converted,
+    divisors,
+    dotted,
+    floats,
+    generator,
+    integers,
+    matrix,
+    numbers,
+    out,
+    small_integers,
+)
 
 Array = NDArray[Any]
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-I8, U8, I32, U32, I64, U64 = torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64
 NAMES = {
     BF16: "bf16", F16: "fp16", F32: "fp32", F64: "fp64", I8: "int8", I32: "int32", U32: "uint32", I64: "int64",
     U64: "uint64",
 }  # fmt: skip
 TARGETS = ("sm_80", "sm_90")
-# What a kernel has not written.
-UNWRITTEN = 77
 
 
 class Case(NamedTuple):
@@ -50,106 +68,6 @@ class Ran(NamedTuple):
     tensors: list[Array]
     findings: list[str]
     opcodes: set[str]
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def out(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, UNWRITTEN, dtype=dtype)
-
-
-def small_integers(*shape: int, dtype: torch.dtype = F32, seed: int = 0, largest: int = 8) -> Tensor:
-    """Return integers whose products and sums every dtype here holds exactly."""
-    return torch.randint(-largest, largest + 1, shape, generator=generator(seed)).to(dtype)
-
-
-def integers(count: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return integers of every magnitude, the extremes first."""
-    bits = 8 * dtype.itemsize
-    wide = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator(seed))
-    wide >>= 64 - bits + torch.randint(0, bits - 1, (count,), generator=generator(seed + 100))
-    wide[:4] = torch.tensor([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, -1, 0])
-    return wide.to({4: I32, 8: I64, 1: I8}[dtype.itemsize]).view(dtype)
-
-
-def divisors(count: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return integers without 0, whose quotients with the extremes exist."""
-    found = integers(count, dtype, seed)
-    signed = found.view({4: I32, 8: I64}[dtype.itemsize])
-    signed[signed == 0] = 5
-    signed[:4] = torch.tensor([3, -2, 7, 11])
-    return found
-
-
-SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -1.0, 1.5, -2.5, 0.5)
-
-
-def floats(dtype: torch.dtype, seed: int, count: int = 256) -> Tensor:
-    """Return numbers of every kind, `seed` times as far apart: all pairs of the special ones, then random ones."""
-    special = torch.tensor(SPECIAL, dtype=F64)
-    pairs = (special.repeat(len(special)), special.repeat_interleave(len(special)))[seed % 2]
-    random = torch.randn(count - len(pairs), generator=generator(seed), dtype=F64)
-    random *= 2.0 ** torch.randint(-5, 6, random.shape, generator=generator(seed + 100))
-    return torch.cat([pairs, random]).to(dtype)
-
-
-def numbers(dtype: torch.dtype, seed: int) -> Tensor:
-    """Return numbers of every kind, some of them the same for every seed."""
-    if dtype.is_floating_point:
-        return floats(dtype, seed)
-    found = integers(256, dtype, seed)
-    found[64:96] = torch.arange(-8, 24).to(I64).to(dtype)
-    return found
-
-
-def convertible(dtype: torch.dtype, is_finite: bool) -> Tensor:
-    """Return numbers that are hard to convert: ties, numbers that overflow to infinity, and subnormal ones.
-
-    With is_finite only those that are in the range of int8.
-    """
-    if not dtype.is_floating_point:
-        # The ties of float32 and of bfloat16, and whole numbers up to the ends of the range.
-        ties = torch.tensor([2**24 + 1, 2**24 + 3, 2**53 + 1, 257, 259, 65519, 65520, 2049, 2051])
-        bound = 2 ** (8 * dtype.itemsize - 1)
-        found = integers(64, dtype, 0)
-        found[: len(ties)] = torch.where(ties < bound, ties, found[: len(ties)].to(I64)).to(dtype)
-        return found
-    halves = torch.arange(-16, 16, dtype=F64) / 2
-    if is_finite:
-        more = torch.tensor([127.99, -127.99, 100.5, -99.5, 1e-7, -1e-7, 0.999999, -0.999999], dtype=F64)
-        return torch.cat([halves, more, 30 * torch.randn(24, generator=generator(0), dtype=F64)]).to(dtype)
-    steps = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-24], dtype=F64)
-    above = torch.tensor([65504, 65519, 65520, 3.3895e38, 3.3961e38, 3.5e38, torch.inf, torch.nan], dtype=F64)
-    below = torch.tensor([2.0**-25, 1.5 * 2.0**-25, 3 * 2.0**-26, 1e-5, 2.0**-130, 3 * 2.0**-150, 1e-40], dtype=F64)
-    both = torch.cat([steps, above, below])
-    return torch.cat([halves[:24], both, -both]).to(dtype)
-
-
-def matrix(rows: int, columns: int, dtype: torch.dtype, is_transposed: bool = False, seed: int = 0) -> Tensor:
-    shape = (columns, rows) if is_transposed else (rows, columns)
-    made = small_integers(*shape, dtype=dtype, seed=seed)
-    return made.T if is_transposed else made
-
-
-def converted(dtype: torch.dtype, is_finite: bool) -> Callable[[], Sequence[Any]]:
-    targets = [F64, F32, F16, BF16, I64, I32, I8, U8]
-    whole = is_finite or not dtype.is_floating_point
-    return lambda: (
-        convertible(dtype, is_finite),
-        *(out(64, dtype=target) if whole or target.is_floating_point else None for target in targets),
-    )
-
-
-def dotted(
-    dtype: torch.dtype, M: int, N: int, K: int, transposed: tuple[bool, ...], twice: bool = False
-) -> Callable[[], Sequence[Any]]:
-    def arguments() -> Sequence[Any]:
-        a, b = matrix(M, K, dtype, transposed[0], 0), matrix(K, N, dtype, transposed[1], 1)
-        return a, b, out(M, K if twice else N, dtype=F64 if dtype == F64 else F32), *a.stride(), *b.stride()
-
-    return arguments
 
 
 CASES: dict[str, Case] = {}
@@ -222,7 +140,7 @@ for dtype in (I8, F16, F32, F64):
     for count in (1000, 1024) if dtype == F16 else (1000,):
         add(
             f"masked-{NAMES[dtype]}-{count}",
-            small.masked_kernel,
+            tiles.masked_kernel,
             lambda dtype=dtype, count=count: (
                 small_integers(1024, dtype=dtype),
                 torch.arange(1024) % 5 < 3,
@@ -235,7 +153,7 @@ for dtype in (I8, F16, F32, F64):
     for is_transposed in (False, True) if dtype in (F16, F64) else (True,):
         add(
             f"tile-{NAMES[dtype]}-{'transposed' if is_transposed else 'straight'}",
-            small.tile_kernel,
+            tiles.tile_kernel,
             lambda dtype=dtype, is_transposed=is_transposed: (
                 a := matrix(45, 72, dtype, is_transposed),
                 made := out(45, 72, dtype=dtype),
@@ -246,7 +164,7 @@ for dtype in (I8, F16, F32, F64):
         )  # fmt: skip
 add(
     "far",
-    small.far_kernel,
+    tiles.far_kernel,
     lambda: (
         small_integers(512),
         torch.randint(0, 256, (256,), generator=generator(0)) + 2**36,
@@ -258,7 +176,7 @@ add(
 )
 add(
     "address",
-    small.address_kernel,
+    tiles.address_kernel,
     lambda: (small_integers(5, 64), 256 * torch.tensor([4, 0, 3]), out(3, 64, dtype=F32)),
     {"N": 64},
     (3,),
@@ -267,14 +185,14 @@ add(
 for dtype, warps in ((I8, 4), (F16, 1), (F32, 1), (F32, 8), (F64, 4)):
     add(
         f"layout-{NAMES[dtype]}-{warps}-warps",
-        small.layout_kernel,
+        tiles.layout_kernel,
         lambda dtype=dtype: (small_integers(512, dtype=dtype, largest=60), out(8, 512, dtype=dtype)),
         {"M": 16, "N": 32, "num_warps": warps},
     )
 for dtype, warps in ((I8, 4), (F16, 1), (F64, 4)):
     add(
         f"gather-{NAMES[dtype]}-{warps}-warps",
-        small.gather_kernel,
+        tiles.gather_kernel,
         lambda dtype=dtype: (
             small_integers(512, dtype=dtype, largest=60),
             torch.randint(0, 16, (512,), generator=generator(0)).to(I32),
@@ -287,7 +205,7 @@ for dtype, warps in product((F32, F64, I32, I64), (1, 4, 8)):
     if warps == (8 if dtype == F32 else 4) or (dtype == F32 and warps == 1):
         add(
             f"reduce-{NAMES[dtype]}-{warps}-warps",
-            small.reduce_kernel,
+            tiles.reduce_kernel,
             lambda dtype=dtype: (
                 small_integers(512, dtype=dtype),
                 out(3 * (16 + 32 + 1), dtype=dtype),
@@ -298,7 +216,7 @@ for dtype, warps in product((F32, F64, I32, I64), (1, 4, 8)):
 for dtype, tolerance in ((F32, 1e-6), (F64, 1e-14)):
     add(
         f"softmax-{NAMES[dtype]}",
-        small.softmax_kernel,
+        tiles.softmax_kernel,
         lambda dtype=dtype: (torch.randn(768, generator=generator(0), dtype=F64).to(dtype), out(768, dtype=dtype)),
         {"N": 256},
         (3,),
@@ -307,14 +225,14 @@ for dtype, tolerance in ((F32, 1e-6), (F64, 1e-14)):
 for warps in (1, 4):
     add(
         f"custom-reduce-{warps}-warps",
-        small.custom_reduce_kernel,
+        tiles.custom_reduce_kernel,
         lambda: (small_integers(256, dtype=I32), out(8, dtype=I32), out(8, dtype=I32)),
         {"M": 8, "N": 32, "num_warps": warps},
     )
 for dtype, warps in ((I32, 1), (I64, 4), (F64, 4)):
     add(
         f"scan-{NAMES[dtype]}-{warps}-warps",
-        small.scan_kernel,
+        tiles.scan_kernel,
         lambda dtype=dtype: (
             small_integers(256, dtype=dtype),
             1 - 2 * (small_integers(256, dtype=dtype, seed=1) > 0).to(dtype),
@@ -324,14 +242,14 @@ for dtype, warps in ((I32, 1), (I64, 4), (F64, 4)):
     )
 add(
     "sort",
-    small.sort_kernel,
+    tiles.sort_kernel,
     lambda: (small_integers(128, largest=99), out(2, 128, dtype=F32)),
     {"M": 4, "N": 32},
 )
 for dtype in (I32, I64, F16, F32, F64):
     add(
         f"atomic-add-{NAMES[dtype]}",
-        small.atomic_add_kernel,
+        tiles.atomic_add_kernel,
         lambda dtype=dtype: (
             small_integers(768, dtype=dtype),
             torch.randint(0, 20, (768,), generator=generator(0)),
@@ -345,23 +263,23 @@ for dtype in (I32, I64, F16, F32, F64):
     )
 add(
     "loop",
-    small.loop_kernel,
+    tiles.loop_kernel,
     lambda: (small_integers(9, 64, dtype=I32), torch.tensor([5, 0, 9, 1]).to(I32), out(4, 2, 64, dtype=I32)),
     {"N": 64},
     (4,),
 )
 add(
     "switch",
-    small.switch_kernel,
+    tiles.switch_kernel,
     lambda: (small_integers(64, dtype=I32), torch.tensor([4, 1, 6, 0, 3, 5, 2]).to(I32), out(7, 64, dtype=I32)),
     {"N": 64},
     (7,),
     uses="brx.idx",
 )
-add("while", small.while_kernel, lambda: (torch.arange(7, 27), out(20, dtype=I64), 17), {}, (20,))
+add("while", tiles.while_kernel, lambda: (torch.arange(7, 27), out(20, dtype=I64), 17), {}, (20,))
 add(
     "branch",
-    small.branch_kernel,
+    tiles.branch_kernel,
     lambda: (small_integers(64, dtype=I32), torch.tensor([0, 3]).to(I32), out(3 * 4 * 2, 64, dtype=I32), 3),
     {"N": 64},
     (3, 4, 2),
@@ -372,14 +290,14 @@ for dtype, transposed in product((BF16, F16, F32, F64), product((False, True), r
         continue
     add(
         f"dot-{NAMES[dtype]}-{'t' if transposed[0] else 'n'}{'t' if transposed[1] else 'n'}",
-        small.dot_kernel,
+        tiles.dot_kernel,
         dotted(dtype, 64 if dtype in (BF16, F16) else 16, 32, 32, transposed),
         {"M": 64 if dtype in (BF16, F16) else 16, "N": 32, "K": 32, "PRECISION": "ieee", "TWICE": False},
     )
 for width in (16, 128):
     add(
         f"dot-bf16-{width}-columns",
-        small.dot_kernel,
+        tiles.dot_kernel,
         dotted(BF16, 64, width, 32, (False, False)),
         {"M": 64, "N": width, "K": 32, "PRECISION": "ieee", "TWICE": False},
     )
@@ -388,7 +306,7 @@ for dtype, precision in ((BF16, "ieee"), (F16, "ieee"), (F32, "ieee"), (F32, "tf
         if size == 32 or dtype in (BF16, F16):
             add(
                 f"dot-twice-{NAMES[dtype]}-{precision}-{size}",
-                small.dot_kernel,
+                tiles.dot_kernel,
                 dotted(dtype, size, 32, 32, (False, True), True),
                 {"M": size, "N": 32, "K": 32, "PRECISION": precision, "TWICE": True},
             )
@@ -396,7 +314,7 @@ for dtype, stages in (*product((BF16,), (1, 2, 3, 4)), (F32, 1), (F32, 3)):
     width = 64 if dtype == BF16 else 16
     add(
         f"pipeline-{NAMES[dtype]}-{stages}-stages",
-        small.pipeline_kernel,
+        tiles.pipeline_kernel,
         lambda dtype=dtype, width=width: (
             small_integers(170, width, dtype=dtype),
             small_integers(170, width, dtype=dtype, seed=1),

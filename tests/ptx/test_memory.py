@@ -80,9 +80,31 @@ def test_conflicting_writes_are_found_unless_they_are_equal() -> None:
     body = "mov.b32 %r2, 16; and.b32 %r3, %r0, {}; st.shared.b32 [%r2], %r3;"
     assert kinds(launched(body.format(0))) == []
     assert kinds(launched(body.format(1))) == ["threads write different values to one place in shared memory"]
-    rounded = "mov.b32 %r2, 16; and.b32 %r3, %r0, 1; add.s32 %r3, %r3, 0x3F800000; st.shared.b32 [%r2], %r3;"
-    (finding,) = launched(rounded).findings
-    assert finding.is_ambiguous
+
+
+# Threads write 1 + i ulps, i = 0 or 1, to one place, from numbers and from other things.
+ROUNDED = "mov.b32 %r2, 16; and.b32 %r3, %r0, 1; cvt.rn.f32.u32 %r4, %r3; fma.rn.f32 %r4, %r4, {}, 0f3F800000;"
+
+
+@pytest.mark.parametrize(
+    ("body", "is_ambiguous"),
+    [
+        (ROUNDED.format("0f34000000") + "st.shared.b32 [%r2], %r4;", True),
+        (ROUNDED.format("0f3A000000") + "mov.b32 %r5, %r4; selp.b32 %r6, 0, %r5, %p9; st.shared.b32 [%r2], %r6;", True),
+        (ROUNDED.format("0f3A080000") + "st.shared.b32 [%r2], %r4;", False),
+        (ROUNDED.format("0fC0000000") + "st.shared.b32 [%r2], %r4;", False),
+        (ROUNDED.format("0f34000000") + "sub.f32 %r4, %r4, 0f3F800000; st.shared.b32 [%r2], %r4;", False),
+        (ROUNDED.format("0f34000000") + "add.s32 %r4, %r4, 0; st.shared.b32 [%r2], %r4;", False),
+        ("mov.b32 %r2, 16; add.s32 %r3, %r0, 50000; st.shared.b32 [%r2], %r3;", False),
+        ("mov.b32 %r2, 16; add.s32 %r3, %r0, 0x3F800000; st.shared.b32 [%r2], %r3;", False),
+        (ROUNDED.format("0f3C000000") + "cvt.rn.bf16x2.f32 %r4, 0f3F800000, %r4; st.shared.b32 [%r2], %r4;", False),
+        ("mov.b64 %rd2, 16; cvt.u64.u32 %rd3, %r0; st.shared.b64 [%rd2], %rd3;", False),
+    ],
+)  # fmt: skip
+def test_only_the_last_bits_of_floating_point_numbers_may_be_open(body: str, is_ambiguous: bool) -> None:
+    (finding,) = launched(f"mov.pred %p9, 0; {body}").findings
+    assert finding.is_ambiguous == is_ambiguous
+    assert "to one place in shared memory" in finding.kind
 
 
 @pytest.mark.parametrize(
@@ -130,6 +152,58 @@ def test_threads_of_a_program_need_a_barrier_in_global_memory_too() -> None:
     assert kinds(launched(body.format(""), out, memory)) == [
         "race: global memory read after a write of another thread, no barrier"
     ]
+
+
+def test_atomic_additions_and_other_accesses_need_a_barrier_between() -> None:
+    sums, out = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    neighbour = f"{NEIGHBOUR} cvt.u64.u32 %rd9, %r4; add.s64 %rd9, %rd9, %rd40;"
+    add, every = "red.global.gpu.relaxed.add.u32 [%rd9], %r0;", "red.global.add.u32 [%rd40], 1;"
+    read, write = "ld.global.b32 %r5, [%rd0]; st.global.b32 [%rd1], %r5;", "st.global.b32 [%rd0], %r0;"
+    after_add = "race: global memory {} after another thread added to it, no barrier"
+    before_add = "race: global memory added to after an access of another thread, no barrier"
+    for first, second, expected in (
+        (add, read, after_add.format("read")),
+        (add, write, after_add.format("written")),
+        (read, add, before_add),
+        (write, add, before_add),
+        (every, "setp.eq.u32 %p1, %r0, 0; @%p1 ld.global.b32 %r5, [%rd40];", after_add.format("read")),
+    ):
+        assert kinds(launched(f"{neighbour} {first} {second}", sums, out)) == [expected]
+        assert kinds(launched(f"{neighbour} {first} bar.sync 0; {second}", sums, out)) == []
+    # Additions meet each other, and accesses of the own thread.
+    own = "ld.global.b32 %r5, [%rd0]; red.global.add.u32 [%rd0], 1; ld.global.b32 %r5, [%rd0];"
+    assert kinds(launched(f"{neighbour} {own} bar.sync 0; {add} {every}", sums, out)) == []
+
+
+# A product of four warps, both of whose factors lie in the first 128 bytes: those of the first warp.
+PRODUCT = """
+    shl.b32 %r9, %r0, 2; mov.b32 %r10, 0; st.shared.b32 [%r9], %r10;
+    {} bar.sync 0;
+    mov.b32 %r1, 0; mov.b32 %r2, 0; mov.b32 %r3, 0; mov.b32 %r4, 0; mov.b64 %rd1, {}; mov.pred %p2, 0;
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r1, %r2, %r3, %r4}}, %rd1, %rd1, %p2, 1, 1, 0, 0;
+    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+"""
+
+
+def multiplied(fence: str, descriptor: int = 0) -> Launch:
+    return execute(program(PRODUCT.format(fence, descriptor), threads=128), (), (1,), shared_memory=512)
+
+
+def test_a_fence_is_of_shared_memory_and_of_those_who_wrote() -> None:
+    missing = ["wgmma reads shared memory after a write, without fence.proxy.async"]
+    for fence in ("fence.proxy.async;", "fence.proxy.async.shared::cta;"):
+        assert kinds(multiplied(fence)) == []
+    for fence in ("", "fence.proxy.async.global;", "fence.acq_rel.gpu;"):
+        assert kinds(multiplied(fence)) == missing
+    some = "setp.lt.u32 %p1, %r0, {}; @%p1 fence.proxy.async;"
+    assert kinds(multiplied(some.format(32))) == []
+    assert kinds(multiplied(some.format(31))) == missing
+
+
+def test_descriptors_with_an_offset_of_their_base_are_refused() -> None:
+    with pytest.raises(Fault, match="unknown descriptor of wgmma 0x2000000000000"):
+        multiplied("fence.proxy.async;", 1 << 49)
 
 
 def test_a_copy_is_there_after_its_wait_and_a_barrier() -> None:

@@ -50,6 +50,23 @@ def test_a_missing_barrier_or_wait_of_any_family_is_noticed(
     assert_noticed(target, name, dtype, compiled)
 
 
+def ordering(ptx: str) -> list[tuple[int, str]]:
+    from s3d_fast.kernels.ptx.mutation import ordering_instructions
+
+    return ordering_instructions(ptx)
+
+
+def test_guards_and_long_names_hide_no_barrier(compiled: Callable[..., list]) -> None:
+    lines = (
+        "@%p1 bar.sync 0;",
+        "barrier.cta.sync.aligned 0;",
+        "@!%p2 \tfence.proxy.async.shared::cta;",
+        "add.s32 %r1;",
+    )
+    found = compiled(ordering, "\t" + "\n\t".join(lines))
+    assert found == [(1, "bar.sync"), (2, "barrier.cta.sync"), (3, "fence.proxy.async")]
+
+
 def test_the_table_counts_every_mutant(compiled: Callable[..., list]) -> None:
     from s3d_fast.kernels.ptx.mutation import table
 
