@@ -47,10 +47,13 @@ class Call(NamedTuple):
     kernels: set[str]  # the kernels that must have run, or others that take their place
     options: Mapping[str, Any] = MappingProxyType({})
     processors: int = 2  # of the GPU: few, so that programs have several tiles
+    only: tuple[str, ...] = ()  # the dtypes to try; by default all that make a difference
 
     @property
     def dtypes(self) -> list[str]:
         """The names of the dtypes of rows that make a difference."""
+        if self.only:
+            return list(self.only)
         if "precision" in self.options:
             return ["fp32"] if self.options["precision"] == "high" else ["bf16", "fp16"]
         on_vectors = self.operation.startswith(("krylov", "tridiagonal", "certified"))
@@ -165,14 +168,6 @@ SMALL = {
     "depthwise general": Call(
         "depthwise_matvec", stages(2, 5, 4, 9, 7, (((3, 3), HALVED), ((2, 1), UNEVEN)), bias=True, K=2), DEPTHWISE
     ),
-    # A size of 1 is a constant in compiled code.
-    "pointwise of one": Call(MATVEC, rows(70, 1, 1, bias=True), POINTWISE),
-    "wide of one": Call(MATVEC, rows(70, 300, 1), WIDE),
-    "grouped of one": Call(GROUPED_MATVEC, layers((70, 1, 1), (1, 17, 32), (64, 20, 1)), GROUPED),
-    "gated of one": Call("gated_matvec", gated(70, 1, 1, full=True), {"gated_kernel"}),
-    "edgeconv of one": Call(EDGECONV, edges(1, 70, 1, 3, 1, ties="sloped"), EDGES | {"receive_kernel"}),
-    "depthwise of one": Call("depthwise_matvec", stages(2, 5, 7, 1, 1, (((3, 3), SAME),)), DEPTHWISE),
-    "krylov of one": Call("krylov_extend", krylov(1, 1, 0), {"extend_kernel"}),
     "curvature": Call("curvature_coefficients", curvature("silu"), {"curvature_kernel"}),
     "curvature by width": Call("curvature_coefficients", curvature("hardswish", True), {"curvature_kernel"}),
     "surgery": Call("grow_weights", surgery, {"grow_kernel"}),
@@ -188,6 +183,20 @@ SMALL |= {
     f"{name} {precision}": SMALL[name]._replace(options={"precision": precision})
     for name in ("pointwise 64", "pointwise 32 filters", "wide", "grouped", "gated", "edgeconv")
     for precision in PRECISION_TOLERANCE
+}
+
+# A size of 1 is a constant in compiled code. Tensor cores multiply bfloat16 planes, whatever the rows are.
+SMALL |= {
+    name: call._replace(only=("fp32", "bf16"))
+    for name, call in {
+        "pointwise of one": Call(MATVEC, rows(70, 1, 1, bias=True), POINTWISE),
+        "wide of one": Call(MATVEC, rows(70, 300, 1), WIDE),
+        "grouped of one": Call(GROUPED_MATVEC, layers((70, 1, 1), (1, 17, 32), (64, 20, 1)), GROUPED),
+        "gated of one": Call("gated_matvec", gated(70, 1, 1, full=True), {"gated_kernel"}),
+        "edgeconv of one": Call(EDGECONV, edges(1, 70, 1, 3, 1, ties="sloped"), EDGES | {"receive_kernel"}),
+        "depthwise of one": Call("depthwise_matvec", stages(2, 5, 7, 1, 1, (((3, 3), SAME),)), DEPTHWISE),
+        "krylov of one": Call("krylov_extend", krylov(1, 1, 0), {"extend_kernel"}),
+    }.items()
 }
 
 # Larger shapes, every width and every activation, which the longer run adds.

@@ -14,8 +14,8 @@ from tests.ptx.families import Outcome, assert_clean
 from tests.ptx.random_calls import drawn, simulate_drawn
 
 TARGETS = ("sm_80", "sm_90")
-FEW = range(6)
-MANY = range(*map(int, os.environ.get("S3D_RANDOM_CALLS", "6:206").split(":")))
+FEW = range(4)
+MANY = range(*map(int, os.environ.get("S3D_RANDOM_CALLS", "4:204").split(":")))
 
 
 def agrees(target: str, seed: int, compiled: Callable[..., Outcome]) -> None:
