@@ -182,16 +182,18 @@ def unfused_edges(X: Tensor, winner: Tensor, C: Tensor, V: Tensor) -> Tensor:
 
 @contextmanager
 def launches() -> Iterator[list[dict[str, Any]]]:
-    """Collect the launches of our kernels: names, configurations and grids."""
+    """Collect the launches of our kernels: names, configurations, grids, and what the compiled code takes."""
     from s3d_fast.kernels.launch import Launch
 
     found: list[dict[str, Any]] = []
     before = Launch.run
 
-    def run(launch: Launch) -> None:
+    def run(launch: Launch) -> Any:
         own = {"kernel": launch.name, "config": launch.label, "grid": list(launch.grid)}
-        found.append({**own, "warps": launch.warps, "stages": launch.stages})
-        before(launch)
+        compiled = before(launch)
+        takes = {name: getattr(compiled, name) for name in ("n_regs", "n_spills") if hasattr(compiled, name)}
+        found.append({**own, "warps": launch.warps, "stages": launch.stages, **takes})
+        return compiled
 
     Launch.run = run  # type: ignore[method-assign]
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.launches import ROOT, Recorded, assembled, recording, use_checkout
+from benchmarks.launches import ROOT, Recorded, assembled, compiler, recording, use_checkout
 
 RECORD = ROOT / "docs" / "loops.json"
 TARGETS = ("sm_80", "sm_90")
@@ -139,7 +139,6 @@ def tile_and_work(launch: Recorded) -> tuple[str, list[int]]:
 def read(launch: Recorded, target: str) -> dict[str, Any]:
     """Return what the compiled loops of a launch contain."""
     from s3d_fast.kernels import loops
-    from s3d_fast.kernels.unwaited import unwaited_reads
 
     code, (tile, work) = assembled(launch, target), tile_and_work(launch)
     found, listed = loops.ptx_loops(code.ptx, launch.warps), loops.sass_loops(code.listing)
@@ -152,7 +151,7 @@ def read(launch: Recorded, target: str) -> dict[str, Any]:
         "shared": code.shared_memory,
         "spills": code.spills,
         "serialized": "wgmma.mma_async instructions are serialized" in code.log,
-        "unwaited": bool(unwaited_reads(code.ttgir)),
+        "misuse": compiler().misuse(launch, compiler().TARGETS[target], code),
     }
 
 
@@ -192,7 +191,7 @@ def tables(before: dict[str, Any], compiled: Sequence[dict[str, Any]]) -> str:
             own = [entry for entry in before["loops"] if (entry["rows"], entry["target"]) == (kind, target)]
             present = [entry for entry in compiled if (entry["dtype"], entry["target"]) == (kind, target)]
             for entry in own:
-                marks = "S" * entry["serialized"] + "R" * entry["unwaited"]
+                marks = "S" * entry["serialized"] + "R" * bool(entry["misuse"])
                 cells = [entry[name] for name in ("kernel", "tile", "instructions", "barriers")]
                 cells += [_share(entry["work"]), entry["registers"], entry["shared"], marks]
                 after = _after(entry, present)

@@ -2,7 +2,8 @@
 
 Rows that are not stored like that are copied first, in chunks of `scratch_bytes`. Copies that stay in the cache cost
 little, but a solver makes them once: see `prepared`, and `s3d_fast.operators.prepared`. The kernels for IEEE products
-take rows of any alignment as they are.
+take rows of any alignment as they are. No kernel takes rows that are so far apart that offsets inside a tile leave 32
+bits: these are copied as well.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from s3d_fast.kernels.products import row_storage, split_launch
 
 # A chunk has at least this many rows, so that launches have something to do.
 LEAST_ROWS = 1024
+# No tile has more rows.
+MOST_ROWS = 256
 # An attribute of rows that a solver prepared: their planes.
 _PLANES = "_s3d_fast_planes"
+
+
+def is_near(*tensors: Tensor) -> bool:
+    """Return whether 32 bits hold the offsets inside every tile of these rows, which have their last axis."""
+    return all((MOST_ROWS - 1) * own.stride(-2) + (own.shape[-1] - 1) * own.stride(-1) < 2**31 for own in tensors)
 
 
 def is_aligned(*tensors: Tensor) -> bool:
@@ -47,15 +55,20 @@ def is_whole(X: Tensor, coefficients: Sequence[Tensor], vectors: int) -> bool:
 
 
 def aligned(form: str, C: Tensor) -> Tensor:  # (N, M)
-    """Return coefficients, or a copy that is aligned if products have this form."""
-    return C if form == "ieee" or is_aligned(C) else with_padding(C)
+    """Return coefficients as products of this form read them, copied if they must be."""
+    return C if _is_ready(form, C) else with_padding(C)
+
+
+def _is_ready(form: str, *tensors: Tensor) -> bool:
+    return is_near(*tensors) and (form == "ieee" or is_aligned(*tensors))
 
 
 def ready_planes(form: str, X: Tensor) -> Tensor | None:  # (..., D) -> (planes, N, D)
     """Return rows as products of this form read them, if they are there: as they are, or planes that they carry."""
     storage = row_storage(form, X.dtype)
     if form == "ieee":
-        return same_rows(X.flatten(0, -2)[None], X)
+        rows = X.flatten(0, -2)
+        return same_rows(rows[None], X) if is_near(rows) else None
     if storage == (1, X.dtype):
         rows = _aligned_view(X)
         return None if rows is None else same_rows(rows[None], X)
@@ -73,7 +86,7 @@ def _aligned_view(X: Tensor) -> Tensor | None:
         # PyTorch gives a view any stride along an axis of one entry.
         rows = rows.as_strided(rows.shape, (padded_size(X.shape[-1]), rows.stride(1)))
     rows = same_rows(rows, X)
-    return rows if is_aligned(rows) else None
+    return rows if is_near(rows) and is_aligned(rows) else None
 
 
 def in_planes(form: str, X: Tensor) -> Tensor:  # (..., D) -> (planes, N, D)
@@ -144,9 +157,9 @@ def by_aligned_rows(
     16, so that the columns of the second vectors begin at one, too.
     """
     F, M, known = len(V), coefficients[0].shape[1], ready_planes(form, X)
-    if known is not None and (form == "ieee" or is_whole(known, coefficients, F)):
+    if known is not None and _is_ready(form, *coefficients) and (form == "ieee" or is_whole(known, coefficients, F)):
         return product(known, coefficients, V)
-    extra = 0 if F == M else padded_size(M) - M
+    extra = 0 if F == M or form == "ieee" else padded_size(M) - M
     if extra:
         V = pad(V.view(-1, M, V.shape[1]), (0, 0, 0, extra)).flatten(0, 1)
     count, dtype = row_storage(form, X.dtype)

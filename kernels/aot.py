@@ -3,8 +3,9 @@
 What is compiled is what the operations launch. The check fails on compiler errors, on spills to local memory, on more
 shared memory than the GPU has, on products without tensor-core instructions where there should be some, and on a main
 loop with too many barriers or too much tensor-core work; on NVIDIA also on wgmma instructions that the assembler
-serialized, and on buffers that are overwritten while a wgmma may still read them. Each compiled kernel is recorded with
-a fingerprint of what was compiled, which tells without compiling whether the record is still valid.
+serialized. The PTX for A100 and H100 is executed in outline: the check fails on races in shared memory, such as a copy
+into a buffer that a wgmma may still read. Each compiled kernel is recorded with a fingerprint of what was compiled,
+which tells without compiling whether the record is still valid.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ def faults(compiled: Compiled) -> list[str]:
         found.append(f"wants {compiled.shared_memory} bytes of shared memory of {device.shared_memory}")
     if compiled.serialized:
         found.append("waits for every wgmma: the assembler serialized them")
-    if compiled.unwaited:
-        found.append("copies into a buffer that a wgmma may still read")
+    if compiled.misuse:
+        found.append(f"misuses shared memory: {compiled.misuse}")
+    most = MOST_BARRIERS_TENSOR_MEMORY if device.has_tensor_memory and compiled.multiplies else MOST_BARRIERS
+    if compiled.loop_barriers > most:
+        found.append(f"has {compiled.loop_barriers} barriers in a loop, more than {most}")
     if not compiled.multiplies:
         return found
     if compiled.dtype not in ("fp32", "fp64") and not compiled.tensor_core:
         found.append("has no tensor-core instruction")
-    most = MOST_BARRIERS_TENSOR_MEMORY if device.has_tensor_memory else MOST_BARRIERS
-    if compiled.loop_barriers > most:
-        found.append(f"has {compiled.loop_barriers} barriers in a loop, more than {most}")
     # On NVIDIA, float64 has few tensor cores; its tiles are small, and warps repeat each other's work.
     if compiled.overhead > MOST_OVERHEAD and compiled.dtype != "fp64":
         found.append(f"issues {compiled.overhead:.2f} times the tensor-core work that its tile needs")

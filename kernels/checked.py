@@ -2,7 +2,9 @@
 
 The tensors are on PyTorch's device "meta" and have no contents. Each operation with products has two variants. The
 plain one is for layers without a bias whose sizes are multiples of 16. The "general" one is for layers with a bias and
-any sizes; zeros follow their rows where products are made on tensor cores. "Two vectors" are those per filter.
+any sizes; zeros follow their rows where products are made on tensor cores. Further ones are for what occurs seldom:
+"two vectors" per filter; "tuned", configurations that only `tune=True` takes; "of one", layers with one input and one
+filter; "columns", rows that are contiguous along the other axis.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from s3d_fast.kernels import (
 )
 from s3d_fast.kernels.aligned import aligned, split_rows
 from s3d_fast.kernels.compiled import Target
-from s3d_fast.kernels.launch import Launch
+from s3d_fast.kernels.launch import Launch, power_of_two
 from s3d_fast.kernels.options import TritonOptions
 from s3d_fast.kernels.products import product_form, row_storage
 from s3d_fast.maths.activations import activation, activation_names
@@ -44,10 +46,11 @@ MANY_ROWS = 65536
 ODD = 5
 # Wider than any fused kernel.
 WIDE = 512
+CLOUDS = 16
 
 
 class CheckedLaunches:
-    """The launches for one target and one kind of rows, in their default configurations; each once."""
+    """The launches for one target and one kind of rows, in all of their configurations; each once."""
 
     def __init__(self, target: Target, kind: str) -> None:
         dtype, precision = (*kind.split(), "highest")[:2]
@@ -73,6 +76,7 @@ class CheckedLaunches:
             for launches in (self.pointwise, self.wide, self.gated, self.edgeconv, self.grouped, self.depthwise):
                 for launch in launches(is_general):
                     yield replace(launch, name=launch.name + suffix)
+        yield from self.seldom()
         yield from self.curvature()
         yield from self.surgery()
         yield from self.lanczos()
@@ -106,19 +110,134 @@ class CheckedLaunches:
             yield replace(launch, name=launch.name + ", general" * (D != 64))
 
     def biased(self) -> Iterator[Launch]:
-        """Yield the launches of aligned layers with a bias, and with two vectors per filter."""
-        for D, vectors in ((64, 1), (WIDE, 1), (64, 2), (WIDE, 2)):
-            X, C = self.planes(MANY_ROWS, D), self.rows(MANY_ROWS, MANY_FILTERS)
-            layer = X, C, self.numbers(vectors * MANY_FILTERS, D + 1), True, self.form
-            found = configs.pointwise(self.device, self.form, self.stored, D, MANY_FILTERS, bias=True)
-            pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
-            if found:
-                plan = pointwise.plan(*layer, self.device, self.options, found[0])
-            else:
-                plan = pointwise_wide.plan(*layer, self.device, self.options, pair)
-            for launch in plan.launches:
-                variant = ", bias" if vectors == 1 else ", two vectors"
-                yield replace(launch, name=launch.name + variant * (len(launch.work) > 0))
+        """Yield the launches of aligned layers with a bias."""
+        for D in (64, WIDE):
+            layer = (
+                self.planes(MANY_ROWS, D),
+                self.rows(MANY_ROWS, MANY_FILTERS),
+                self.numbers(MANY_FILTERS, D + 1),
+                True,
+            )
+            for launch in self.one_product(*layer):
+                yield replace(launch, name=launch.name + ", bias" * (len(launch.work) > 0))
+
+    def one_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Iterator[Launch]:
+        """Yield the launches of S v of plain rows, by one launch if they are narrow enough, else by two."""
+        width = power_of_two(X.shape[2], tiles.WIDTHS[0], 1 << 30)
+        found = configs.pointwise(self.device, self.form, self.stored, width, len(V), bias)
+        if found:
+            yield from pointwise.plan(X, C, V, bias, self.form, self.device, self.options, found[0]).launches
+        else:
+            yield from self.two_launches(X, C, V, bias)
+
+    def two_launches(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, choice: int = 0) -> Iterator[Launch]:
+        """Yield the launches of S v of rows of any width."""
+        pair = configs.wide(self.device, self.form, self.stored, len(C))[choice]
+        yield from pointwise_wide.plan(X, C, V, bias, self.form, self.device, self.options, pair).launches
+
+    def gated_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Iterator[Launch]:
+        """Yield the launches of S v of gated units; V is that of one half."""
+        width = power_of_two(X.shape[2], tiles.WIDTHS[0], 1 << 30)
+        found = configs.gated(self.device, self.form, self.stored, width, len(V), bias)
+        vectors, coefficients = self.numbers(len(V), 2 * V.shape[1]), (C, C, C if bias else None)
+        if found:
+            plan = gated.plan(X, coefficients, vectors, bias, self.form, self.device, found[0])
+        else:
+            pair = configs.wide(self.device, self.form, self.stored, len(C))[0]
+            plan = gated.wide_plan(X, coefficients, vectors, bias, self.form, self.device, self.options, pair)
+        yield from plan.launches
+
+    def edge_products(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, has_slopes: bool) -> Iterator[Launch]:
+        """Yield the launches of S v of EdgeConv: as usual, with atomic sums, and with ties; V is that of one half."""
+        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
+        clouds, points, M = CLOUDS, len(C) // CLOUDS, C.shape[1]
+        winner = torch.empty(clouds, points, M, dtype=torch.int32, device="meta")
+        incoming = Incoming(winner, winner, winner.new_empty(clouds, points + 1, M))
+        c = C.unflatten(0, (clouds, points))
+        slope = c if has_slopes else None
+        vectors = self.numbers(len(V), 2 * X.shape[2] + bias)
+        for atomic, ties in ((False, None), (True, None), (False, EdgeTies(winner, c, slope, slope, incoming))):
+            options = replace(self.options, atomic=atomic)
+            yield from edgeconv.plan(
+                X, incoming, c, vectors, bias, ties, self.form, self.device, options, pair
+            ).launches
+
+    def chain_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Iterator[Launch]:
+        """Yield the launches of S v of a layer before a depthwise one."""
+        images, size, M = 16, 64, C.shape[1]
+        maps, halved = self.rows(images, size, size, M), self.rows(images, size // 2, size // 2, M)
+        stage = DepthwiseStage(stride=(2, 2), padding=(1, 1))
+        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
+        yield from depthwise.plan(
+            X, [maps, halved], [maps], [self.rows(M, 3, 3)], [stage], V, bias, self.form, self.device, self.options,
+            pair,
+        ).launches  # fmt: skip
+
+    def list_product(self, layers: Sequence[grouped.Layer], config: tiles.GroupedConfig) -> Iterator[Launch]:
+        """Yield the launches of S v of a list of layers."""
+        table = grouped.make_table(layers, self.form, config, self.device)
+        yield from grouped.plan(layers, table, self.form, self.device, config).launches
+
+    def seldom(self) -> Iterator[Launch]:
+        """Yield the launches of what occurs seldom."""
+        for name, launches in (
+            ("tuned", self.tuned()),
+            ("two vectors", self.two_vectors()),
+            ("of one", self.of_one()),
+            ("columns", self.columns()),
+        ):
+            for launch in launches:
+                yield replace(launch, name=f"{launch.name}, {name}")
+
+    def tuned(self) -> Iterator[Launch]:
+        """Yield the launches of all configurations but the default ones."""
+        for is_general in (False, True):
+            for width in tiles.WIDTHS:
+                X, C, V, bias = self.layer(width, MANY_FILTERS, is_general)
+                own = self.device, self.form, self.stored, width, len(V), bias
+                for config in configs.pointwise(*own)[1:]:
+                    yield from pointwise.plan(X, C, V, bias, self.form, self.device, self.options, config).launches
+                vectors = self.numbers(len(V), 2 * V.shape[1])
+                for config in configs.gated(*own)[1:]:
+                    yield from gated.plan(X, (C, C, C), vectors, bias, self.form, self.device, config).launches
+            layer = self.layer(WIDE, MANY_FILTERS, is_general)
+            for choice in range(1, len(configs.wide(self.device, self.form, self.stored, MANY_ROWS))):
+                yield from self.two_launches(*layer, choice)
+
+    def two_vectors(self) -> Iterator[Launch]:
+        """Yield the launches for two vectors per filter."""
+        for D in (64, WIDE):
+            X, C, V, bias = self.layer(D, MANY_FILTERS, is_general=False)
+            V = self.numbers(2 * MANY_FILTERS, D + 1)
+            yield from self.one_product(X, C, V, True)
+            yield from self.gated_product(X, C, V, True)
+        X, C, V, bias = self.layer(64, MANY_FILTERS, is_general=False)
+        V = self.numbers(2 * MANY_FILTERS, 64)
+        yield from self.edge_products(X, C, V, bias, has_slopes=True)
+        yield from self.chain_product(X, C, V, bias)
+        config, layers = configs.grouped(self.device, self.form, self.stored)[0], []
+        for width in tiles.WIDTHS[: len(config.tiles)]:
+            X, C, V, bias = self.layer(width, MANY_FILTERS, is_general=False)
+            layers.append(grouped.Layer(X, C, self.numbers(2 * MANY_FILTERS, width), bias))
+        yield from self.list_product(layers, config)
+
+    def of_one(self) -> Iterator[Launch]:
+        """Yield the launches for layers with one input and one filter: sizes of 1 are constants of the compiler."""
+        X, C = self.planes(MANY_ROWS, 1), aligned(self.form, self.rows(MANY_ROWS, 1))
+        for bias in (False, True):
+            layer = X, C, self.numbers(1, 1 + bias), bias
+            for product in (self.one_product, self.two_launches, self.gated_product, self.chain_product):
+                yield from product(*layer)
+            yield from self.edge_products(*layer, has_slopes=bias)
+
+    def columns(self) -> Iterator[Launch]:
+        """Yield the launches for rows that lie along the other axis; tensor cores take copies of these."""
+        if self.form != "ieee":
+            return
+        for D in (*tiles.WIDTHS, WIDE):
+            X, C = self.rows(D, MANY_ROWS).T[None], self.rows(MANY_FILTERS, MANY_ROWS).T
+            for product in (self.one_product, self.gated_product):
+                yield from product(X, C, self.numbers(MANY_FILTERS, D + 1), True)
 
     def pointwise(self, is_general: bool) -> Iterator[Launch]:
         for width in tiles.WIDTHS:
@@ -156,19 +275,8 @@ class CheckedLaunches:
                     yield from gated.plan(X, coefficients, vectors, bias, self.form, self.device, own).launches
 
     def edgeconv(self, is_general: bool) -> Iterator[Launch]:
-        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
         for F in (16, 128):
-            X, C, V, bias = self.layer(F, MANY_FILTERS, is_general)
-            clouds, points = 16, len(C) // 16
-            winner = torch.empty(clouds, points, C.shape[1], dtype=torch.int32, device="meta")
-            incoming = Incoming(winner, winner, winner.new_empty(clouds, points + 1, C.shape[1]))
-            c = C.unflatten(0, (clouds, points))
-            slope = c if is_general else None
-            for atomic, ties in ((False, None), (True, None), (False, EdgeTies(winner, c, slope, slope, incoming))):
-                yield from edgeconv.plan(
-                    X, incoming, c, self.numbers(len(V), 2 * X.shape[2] + bias), bias, ties, self.form, self.device,
-                    replace(self.options, atomic=atomic), pair,
-                ).launches  # fmt: skip
+            yield from self.edge_products(*self.layer(F, MANY_FILTERS, is_general), has_slopes=is_general)
 
     def grouped(self, is_general: bool) -> Iterator[Launch]:
         is_aligned = not is_general or self.form != "ieee"
@@ -179,21 +287,12 @@ class CheckedLaunches:
                 continue
             widths = tiles.WIDTHS[: len(own.tiles)]
             layers = [grouped.Layer(*self.layer(width, filters, is_general)) for width in widths]
-            table = grouped.make_table(layers, self.form, own, self.device)
-            for launch in grouped.plan(layers, table, self.form, self.device, own).launches:
+            for launch in self.list_product(layers, own):
                 is_few = launch.name == "grouped" and filters != MANY_FILTERS
                 yield replace(launch, name=launch.name + ", few filters" * is_few)
 
     def depthwise(self, is_general: bool) -> Iterator[Launch]:
-        X, C, V, bias = self.layer(64, MANY_FILTERS, is_general)
-        images, size, filters = 16, 64, C.shape[1]
-        maps, halved = self.rows(images, size, size, filters), self.rows(images, size // 2, size // 2, filters)
-        stage = DepthwiseStage(stride=(2, 2), padding=(1, 1))
-        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
-        yield from depthwise.plan(
-            X, [maps, halved], [maps], [self.rows(filters, 3, 3)], [stage], V, bias, self.form, self.device,
-            self.options, pair,
-        ).launches  # fmt: skip
+        yield from self.chain_product(*self.layer(64, MANY_FILTERS, is_general))
 
     def curvature(self) -> Iterator[Launch]:
         entries = self.rows(64, 32, 7)

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from s3d_fast.kernels import loops
 from s3d_fast.kernels.device import Device
-from s3d_fast.kernels.unwaited import unwaited_reads
+from s3d_fast.kernels.ptx.findings import Fault
+from s3d_fast.kernels.ptx.outline import outline
 
 if TYPE_CHECKING:
     from s3d_fast.kernels.launch import Launch
@@ -46,6 +48,9 @@ TARGETS = {
     )
 }
 
+# Those whose PTX the simulator knows.
+SIMULATED = ("sm_80", "sm_90")
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -65,7 +70,7 @@ class Compiled:
     multiplies: bool  # whether it has a product
     overhead: float  # the tensor-core work of a pass of the loops over the work that the tile needs
     serialized: bool  # whether the assembler waits for every wgmma
-    unwaited: bool  # whether a copy can overwrite what a wgmma still reads
+    misuse: str  # of shared memory, on targets that the simulator knows: what `outline` finds
     fingerprint: str  # of what was compiled
 
     def as_dict(self) -> dict[str, Any]:
@@ -177,8 +182,23 @@ def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
         multiplies=bool(launch.work),
         overhead=round(loops.overhead(found, launch.work), 3),
         serialized="wgmma.mma_async instructions are serialized" in code.log,
-        unwaited=bool(unwaited_reads(code.ttgir)),
+        misuse=misuse(launch, target, code),
     )
+
+
+def misuse(launch: Launch, target: Target, code: Assembled) -> str:
+    """Return what is wrong with the use of shared memory, from the PTX of one program; nothing for other targets."""
+    if target.name not in SIMULATED:
+        return ""
+    names = [name for name, kind in specialize(launch, target).signature.items() if kind != "constexpr"]
+    given = [launch.arguments[name] for name in names]
+    # Any addresses: nothing in shared memory depends on them.
+    numbers = [0 if isinstance(argument, Tensor) else argument for argument in given]
+    try:
+        found = outline(code.ptx, numbers, launch.grid, code.shared_memory)
+    except Fault as fault:
+        return str(fault)
+    return "; ".join(map(str, found))
 
 
 def _read_nvidia(asm: Mapping[str, Any]) -> tuple[int, int, str]:

@@ -19,13 +19,12 @@ AMD_SHARED_MEMORY = 65536
 def arithmetic(form: str, stored: torch.dtype) -> str:
     """Return the kind of arithmetic, which selects the table of configurations.
 
-    "fp64"; "fp32" (IEEE); "bf16" (rows in one bfloat16 plane); "bf16x3" (in two planes); "bf16x6" (in three).
+    "fp64"; "fp32" (IEEE); "bf16" (rows in one bfloat16 plane); "bf16x3" (in two planes); "bf16x6" (in three); "bf16x1"
+    (vectors in one plane, too), which takes what "bf16" takes where it has no table of its own.
     """
     if stored == torch.float64:
         return "fp64"
-    if form == "ieee":
-        return "fp32"
-    return "bf16" if row_storage(form, stored)[0] == 1 else form
+    return {"ieee": "fp32", "bf16x2": "bf16"}.get(form, form)
 
 
 Table = dict[tuple[str, str], Any]
@@ -35,7 +34,8 @@ def _entry(table: Table, device: Device, kind: str) -> Any:
     """Return what a table has for the GPU, or for its vendor; None if it has nothing."""
     # AMD's matrix cores and the interpreter make no difference between most kinds of arithmetic.
     others = {"amd": ("fp32",), "interpreter": ("fp64",)}.get(device.vendor, ())
-    keys = [(name, own) for own in (kind, *others) for name in (device.family, device.vendor)]
+    alike = ("bf16",) if kind == "bf16x1" else ()
+    keys = [(name, own) for own in (kind, *alike, *others) for name in (device.family, device.vendor)]
     return next((table[key] for key in keys if key in table), None)
 
 

@@ -8,6 +8,7 @@ r_(i+1), or y_n at the last stage. A pass back writes y_i over r_i, and y_0 as `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -145,6 +146,7 @@ def stage_back_kernel(
     store_planes(out, plane, place * m_row + f[None, :], total, inside, factor_planes(FORM), FORM)
 
 
+# Of float64 maps, a tile has half as many positions.
 STAGE_POSITIONS, STAGE_FILTERS, STAGE_WARPS = (64, 64, 4) if INTERPRETED else (16, 64, 4)
 
 
@@ -169,7 +171,6 @@ def plan(
     """Return the launches, chunk of images by chunk."""
     D, F, M = X.shape[2], len(V), C[0].shape[3]
     project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
-    far = launch.is_far((256, max(D, F)), X.stride()[1:])
     count, dtype = factor_storage(form, V.dtype)
     split, parts = split_launch(V, form, (count, dtype), is_by_single_multiplications(form, device), range(D))
     images, m_row = C[0].shape[0], padded_size(F)
@@ -182,14 +183,13 @@ def plan(
     out = V.new_empty(slices, *V.shape)
     flat = [[own.reshape(-1, M).contiguous() for own in lists] for lists in (C, d)]
     taps = [own.reshape(M, -1).contiguous() for own in weight]
+    positions = STAGE_POSITIONS * torch.float32.itemsize // V.itemsize
     launches = [split]
     for first in range(0, images, chunk):
         last = min(first + chunk, images)
         begin, end = first * sizes[0], last * sizes[0]
         launches.append(
-            project_launch(
-                "depthwise, project", X, None, V, parts, maps[0], (begin, end), bias, form, far, project, device
-            )
+            project_launch("depthwise, project", X, None, V, parts, maps[0], (begin, end), bias, form, project, device)
         )
         coefficients, slopes = (
             [own[first * size : last * size] for own, size in zip(lists, sizes, strict=False)] for lists in flat
@@ -198,7 +198,7 @@ def plan(
             dict(
                 maps=maps[i], slopes=slopes[i], weight=taps[i], F=F, M=M, m_row=m_row, taps=taps[i].shape[1],
                 kernel_width=weight[i].shape[2], height=C[i].shape[1], width=C[i].shape[2],
-                out_height=C[i + 1].shape[1], out_width=C[i + 1].shape[2], BP=STAGE_POSITIONS, BF=STAGE_FILTERS,
+                out_height=C[i + 1].shape[1], out_width=C[i + 1].shape[2], BP=positions, BF=STAGE_FILTERS,
                 **_geometry(stage),
             )
             for i, stage in enumerate(stages)
@@ -214,7 +214,7 @@ def plan(
                 own |= dict(out=U, plane=U.stride(0), FORM=form)
             launches.append(_stage_launch("depthwise, back", stage_back_kernel, rows, F, own))
         launches += accumulate_launches(
-            X, U, out, (begin, end), F, 0, range(F * bias), per_slice, form, far, accumulate, device
+            X, U, out, (begin, end), F, 0, range(F * bias), per_slice, form, accumulate, device
         )
     return launch.summed(launches, out)
 
@@ -224,9 +224,9 @@ def _geometry(stage: DepthwiseStage) -> dict[str, int]:
     return {f"{name}_{axis}": size for name, pair in pairs.items() for axis, size in zip("hw", pair, strict=True)}
 
 
-def _stage_launch(name: str, kernel: object, rows: int, filters: int, arguments: dict[str, object]) -> Launch:
-    grid = (triton.cdiv(rows, STAGE_POSITIONS), triton.cdiv(filters, STAGE_FILTERS))
-    return Launch(name, kernel, grid, arguments, STAGE_WARPS, label=f"{STAGE_POSITIONS}x{STAGE_FILTERS}")
+def _stage_launch(name: str, kernel: object, rows: int, filters: int, arguments: dict[str, Any]) -> Launch:
+    grid = (triton.cdiv(rows, arguments["BP"]), triton.cdiv(filters, arguments["BF"]))
+    return Launch(name, kernel, grid, arguments, STAGE_WARPS, label="{BP}x{BF}".format(**arguments))
 
 
 def depthwise_matvec(

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
-from s3d_fast.kernels.aligned import copied_at_once, in_planes, is_aligned
+from s3d_fast.kernels.aligned import aligned, copied_at_once, in_planes, is_aligned
 from s3d_fast.kernels.device import INTERPRETED, Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
@@ -80,7 +80,6 @@ def point_products_kernel(
     WHOLE: tl.constexpr,  # whether X can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
-    FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
@@ -94,7 +93,7 @@ def point_products_kernel(
     f = first_filter + own
     total = rows_product(
         X + row * x_row, planes + first_filter.to(tl.int64) * (1 if ACROSS else pitch), R - row, L - first_filter, F,
-        x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK,
+        x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, BN, BM, BK,
     )  # fmt: skip
     inside_n, inside_f = r < R - row, f < L
     inside = inside_n[:, None] & inside_f[None, :]
@@ -107,7 +106,7 @@ def point_products_kernel(
         n = row + r
         won = ((n - n % points)[:, None] + w) * L + f[None, :]
         winning = tl.load(products + won, mask=inside, other=0.0)
-        c_tile = tile_offsets(r, c_row, column, c_column, FAR)
+        c_tile = tile_offsets(r, c_row, column, c_column)
         c = tl.load(C + row * c_row + c_tile, mask=inside, other=0.0).to(number)
         if TIES:
             places = row * M + (r[:, None] * M + column[None, :])
@@ -219,7 +218,7 @@ def receive_kernel(
     store_planes(U, u_plane, where + L, sent, inside, factor_planes(FORM), FORM)
 
 
-# Few points per tile: a tile takes as long as its point with the most edges.
+# Few points per tile: a tile takes as long as its point with the most edges. It has half as many float64 filters.
 RECEIVE_ROWS, RECEIVE_FILTERS, RECEIVE_WARPS = 256 if INTERPRETED else 8, 32, 1
 
 
@@ -240,12 +239,11 @@ def plan(
     K, storage = 1 if L == M else 2, factor_storage(form, V.dtype)
     product, sums = pair[0].for_gathers(), (pair[1].for_bias(form) if bias else pair[1]).for_inputs(F)
     across = is_by_single_multiplications(form, device)
-    coefficients = C.reshape(R, M)
+    coefficients = aligned("ieee", C.reshape(R, M))
     runners = incoming if ties is None or ties.incoming is None else ties.incoming
     given = [] if ties is None else [ties.K, *(own for own in (ties.d1, ties.d2) if own is not None)]
     # K, d1 and d2; what is missing is not read.
     tie = ([own.reshape(R, M).contiguous() for own in given] + [coefficients] * 3)[:3]
-    far = any(launch.is_far((256, max(2 * F, L)), tensor.stride()[-2:]) for tensor in (X, coefficients))
     first, a_planes = split_launch(V, form, storage, across, range(F))
     second, difference = split_launch(V, form, storage, across, range(F, 2 * F), less=F)
     products, t = V.new_empty(2, R, L)
@@ -259,7 +257,7 @@ def plan(
             points=points, x_plane=X.stride(0), x_row=X.stride(1), x_column=X.stride(2), c_row=coefficients.stride(0),
             c_column=coefficients.stride(1), v_row=V.stride(0), plane=planes.stride(0), pitch=planes.stride(1),
             EDGES=bool(is_second), TIES=ties is not None, SLOPES=len(given) > 1, BIAS=bias, ATOMIC=options.atomic, K=K,
-            WHOLE=is_aligned(X), FORM=form, ACROSS=across, FAR=far, BN=product.rows, BM=product.filters,
+            WHOLE=is_aligned(X), FORM=form, ACROSS=across, BN=product.rows, BM=product.filters,
             BK=product.depth,
         )  # fmt: skip
         name = "edgeconv, " + (
@@ -274,19 +272,19 @@ def plan(
             )
         )  # fmt: skip
     U = product_memory(form, R, 2 * L, V)
+    filters = RECEIVE_FILTERS * torch.float32.itemsize // V.itemsize
     arguments = dict(
         t=t, order=incoming.order, start=incoming.start, back=back, runner_order=runners.order,
         runner_start=runners.start, received=received, U=U, R=R, L=L, M=M, points=points, u_plane=U.stride(0),
-        u_row=U.stride(1), TIES=ties is not None, GIVEN=options.atomic, FORM=form, BN=RECEIVE_ROWS, BM=RECEIVE_FILTERS,
-        K=K,
+        u_row=U.stride(1), TIES=ties is not None, GIVEN=options.atomic, FORM=form, BN=RECEIVE_ROWS, BM=filters, K=K,
     )  # fmt: skip
     name = "edgeconv, receive" + ", atomic" * options.atomic + ", tied" * (ties is not None)
-    grid = (triton.cdiv(L, RECEIVE_FILTERS) * triton.cdiv(R, RECEIVE_ROWS),)
+    grid = (triton.cdiv(L, filters) * triton.cdiv(R, RECEIVE_ROWS),)
     launches.append(Launch(name, receive_kernel, grid, arguments, RECEIVE_WARPS))
     per_slice, slices = slices_of(X, R, 2 * L, sums, device)
     out = V.new_empty(slices, *V.shape)
     biased = range(L, 2 * L) if bias else range(0)
-    launches += accumulate_launches(X, U, out, (0, R), 2 * L, F, biased, per_slice, form, far, sums, device)
+    launches += accumulate_launches(X, U, out, (0, R), 2 * L, F, biased, per_slice, form, sums, device)
     return launch.summed(launches, out)
 
 

@@ -77,7 +77,6 @@ def gated_kernel(
     WHOLE: tl.constexpr,  # whether X and the coefficients can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
-    FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
@@ -106,10 +105,10 @@ def gated_kernel(
     a = load_planes(a_planes + start, plane, v_tile, inside_v, factor_planes(FORM))
     b = load_planes(b_planes + start, plane, v_tile, inside_v, factor_planes(FORM))
     column = f if K == 1 else f % M
-    x_tile = tile_offsets(r, x_row, d, x_column, FAR)
-    c11_tile = tile_offsets(r, c11_row, column, c11_column, FAR)
-    c12_tile = tile_offsets(r, c12_row, column, c12_column, FAR)
-    c22_tile = tile_offsets(r, c22_row, column, c22_column, FAR)
+    x_tile = tile_offsets(r, x_row, d, x_column)
+    c11_tile = tile_offsets(r, c11_row, column, c11_column)
+    c12_tile = tile_offsets(r, c12_row, column, c12_column)
+    c22_tile = tile_offsets(r, c22_row, column, c22_column)
     # No program is without rows: the assembler then sees no path on which sums are defined a second time.
     tl.assume(first < last)
     inside_x, inside_c = d < loadable(D, WHOLE), f < loadable(F, WHOLE)
@@ -197,7 +196,6 @@ def gated_project_kernel(
     WHOLE: tl.constexpr,
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
-    FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
@@ -212,11 +210,11 @@ def gated_project_kernel(
     rows, filters = end - begin - row, F - first_filter
     X += (begin + row) * x_row
     p = rows_product(
-        X, a_planes + start, rows, filters, D, x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM,
+        X, a_planes + start, rows, filters, D, x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, BN, BM,
         BK,
     )  # fmt: skip
     q = rows_product(
-        X, b_planes + start, rows, filters, D, x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM,
+        X, b_planes + start, rows, filters, D, x_plane, x_row, x_column, plane, pitch, WHOLE, FORM, ACROSS, BN, BM,
         BK,
     )  # fmt: skip
     inside = (r < rows)[:, None] & (own < filters)[None, :]
@@ -226,15 +224,15 @@ def gated_project_kernel(
         q += tl.load(bias + D + 1, mask=own < filters, other=0.0)[None, :]
     column = f if K == 1 else f % M
     row += begin
-    mixed = tl.load(c12 + row * c12_row + tile_offsets(r, c12_row, column, c12_column, FAR), mask=inside, other=0.0)
-    first = tl.load(c11 + row * c11_row + tile_offsets(r, c11_row, column, c11_column, FAR), mask=inside, other=0.0)
+    mixed = tl.load(c12 + row * c12_row + tile_offsets(r, c12_row, column, c12_column), mask=inside, other=0.0)
+    first = tl.load(c11 + row * c11_row + tile_offsets(r, c11_row, column, c11_column), mask=inside, other=0.0)
     U += (row - begin) * u_row
     places = r[:, None] * u_row + f[None, :]
     upper = first.to(p.dtype) * p + mixed.to(p.dtype) * q
     store_planes(U, u_plane, places, upper, inside, factor_planes(FORM), FORM)
     lower = mixed.to(p.dtype) * p
     if FULL:
-        last = tl.load(c22 + row * c22_row + tile_offsets(r, c22_row, column, c22_column, FAR), mask=inside, other=0.0)
+        last = tl.load(c22 + row * c22_row + tile_offsets(r, c22_row, column, c22_column), mask=inside, other=0.0)
         lower += last.to(p.dtype) * q
     store_planes(U, u_plane, places + F, lower, inside, factor_planes(FORM), FORM)
 
@@ -255,7 +253,6 @@ def _common(X: Tensor, c: Coefficients, V: Tensor, form: str, across: bool, bias
         c12_row=c12.stride(0), c12_column=c12.stride(1), c22_row=last.stride(0), c22_column=last.stride(1),
         v_row=V.stride(0), plane=a_planes.stride(0), pitch=a_planes.stride(1), K=1 if len(V) == c11.shape[1] else 2,
         FULL=c22 is not None, BIAS=bias, WHOLE=is_whole(X, (c11, c12, last), len(V)), FORM=form, ACROSS=across,
-        FAR=any(launch.is_far((256, max(D, len(V))), tensor.stride()[-2:]) for tensor in (X, c11, c12, last)),
     )  # fmt: skip
     return [first, second], arguments
 
@@ -301,7 +298,7 @@ def wide_plan(
 ) -> Plan:
     """Return the launches for rows of any width."""
     (_, N, D), F = X.shape, len(V)
-    project, accumulate = pair[0].for_two_products(), pair[1].for_bias(form) if bias else pair[1]
+    project, accumulate = pair[0].for_two_products(X.stride(2) != 1), pair[1].for_bias(form) if bias else pair[1]
     splits, common = _common(X, c, V, form, is_by_single_multiplications(form, device), bias)
     chunk = chunk_rows(form, N, 2 * F, V.dtype, (project, accumulate), options)
     U = product_memory(form, chunk, 2 * F, V)
@@ -322,8 +319,8 @@ def wide_plan(
                 project.label, configs.compiler_options(device, project),
             ),
             *accumulate_launches(
-                X, U, out, (begin, end), 2 * F, D + bias, range(2 * F * bias), per_slice, form, common["FAR"],
-                accumulate, device,
+                X, U, out, (begin, end), 2 * F, D + bias, range(2 * F * bias), per_slice, form, accumulate,
+                device,
             ),
         ]  # fmt: skip
     return launch.summed(launches, out)

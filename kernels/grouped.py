@@ -19,7 +19,7 @@ from torch import Tensor
 
 from s3d_fast.base.padding import MULTIPLE, padded_size
 from s3d_fast.kernels import configs, launch, pointwise, pointwise_wide
-from s3d_fast.kernels.aligned import aligned, in_planes, is_whole, ready_planes
+from s3d_fast.kernels.aligned import aligned, in_planes, is_near, is_whole, ready_planes
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Launch, Plan
 from s3d_fast.kernels.options import current
@@ -40,8 +40,6 @@ from s3d_fast.kernels.products import (
 from s3d_fast.kernels.tables import Tables, layer_of, on_device, padded_layers
 from s3d_fast.kernels.tiles import FEW_FILTERS, WIDTHS, GroupedConfig
 
-# With row strides of at least this, offsets inside a tile can overflow 32 bits.
-FARTHEST = 2**23
 # The numbers of tiles per program to try, in this order.
 TILES_PER_PROGRAM = range(3, 9)
 # The columns of the table; each layer is one row.
@@ -160,7 +158,7 @@ def grouped_kernel(
                 first_filter = (local % blocks) * BM
                 total, bias_total = fused_rows(
                     X, C, V, parts, first, last, first_filter, D, F, M, x_plane, x_row, 1, c_row, 1, D + BIAS, plane,
-                    pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, False, BN, BM, BD,
+                    pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, BN, BM, BD,
                 )  # fmt: skip
                 store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
 
@@ -264,9 +262,8 @@ def _listed(given: Member, form: str) -> Layer | None:
     if planes is not None:
         layer = Layer(planes, C, vectors, bias)
         if form == "ieee" or layer.is_whole:
-            is_far = max(planes.stride(1), C.stride(0)) >= FARTHEST
             is_listed = X.shape[1] <= _widest(form, C, layer.is_whole, _has_few_filters(given, form))
-            return layer if is_listed and planes.stride(2) == C.stride(1) == 1 and not is_far else None
+            return layer if is_listed and planes.stride(2) == C.stride(1) == 1 and is_near(C) else None
     count, dtype = row_storage(form, X.dtype)
     scratch = len(X) * (count * dtype.itemsize * X.shape[1] + C.itemsize * C.shape[1])
     is_listed = X.shape[1] <= _widest(form, C, True, _has_few_filters(given, form))

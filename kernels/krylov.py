@@ -25,8 +25,9 @@ from s3d_fast.maths.reference import KrylovState
 # The longest float32 vector that a program keeps in registers; a float64 vector may be half as long. B200's code needs
 # more registers for itself.
 WIDEST, WIDEST_B200 = 16384, 8192
-# Entries of the basis that a program holds at once.
-TILE = 4096
+# Bytes of the basis that a program holds at once; half as many if vectors are not aligned, whose sums take more
+# registers and barriers.
+TILE_BYTES = 16384
 # A kind of layer is the power of two that its vectors are padded to, and whether they are aligned.
 LEAST_WIDTH, KINDS = 16, tl.constexpr(22)
 # The columns of the table; each layer is one row.
@@ -37,16 +38,19 @@ ROW = tl.constexpr(len(FIELDS))
 
 @triton.jit
 def orthogonalize(w, space, step, D, BK: tl.constexpr, BD: tl.constexpr):
-    """w - Q^T Q w, where Q is the first step + 1 basis vectors: classical Gram-Schmidt, which reads Q once."""
+    """w - Q^T Q w, where Q is the first step + 1 basis vectors: classical Gram-Schmidt, which reads Q once.
+
+    Each row of the tile adds up its own part of Q^T Q w: adding the rows up in the loop would take more barriers.
+    """
     d = tl.arange(0, BD)
-    along = tl.zeros((BD,), w.dtype)
+    along = tl.zeros((BK, BD), w.dtype)
     for first in range(0, step + 1, BK):
         k = first + tl.arange(0, BK)
         inside = (k <= step)[:, None] & (d < D)[None, :]
         Q = tl.load(space + k[:, None] * D + d[None, :], mask=inside, other=0.0)
         component = tl.sum(Q * w[None, :], 1)
-        along += tl.sum(Q * component[:, None], 0)
-    return w - along
+        along += Q * component[:, None]
+    return w - tl.sum(along, 0)
 
 
 @triton.jit
@@ -102,7 +106,7 @@ def extend_kernel(
     EPS: tl.constexpr,
     LAYERS: tl.constexpr,
     PRESENT: tl.constexpr,  # bit i is set if there are layers of the i-th kind
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # entries of the basis
 ):
     """One step in the space of one filter."""
     pointer: tl.constexpr = tl.pointer_type(NUMBER)
@@ -120,7 +124,8 @@ def extend_kernel(
         if (PRESENT >> i) % 2 == 1:  # noqa: SIM102
             if kind == i:
                 BD: tl.constexpr = 16 << (i // 2)
-                BK: tl.constexpr = TILE // BD if TILE > BD else 1
+                HELD: tl.constexpr = TILE if i % 2 == 1 else TILE // 2
+                BK: tl.constexpr = HELD // BD if HELD > BD else 1
                 basis = tl.load(row + BASIS).to(pointer)
                 q = tl.load(row + Q).to(pointer)
                 D = tl.load(row + D_).to(tl.int32)
@@ -183,7 +188,8 @@ def plan(states: Sequence[KrylovState], table: Table, taken: Tensor, present: in
     longest = LEAST_WIDTH << (present.bit_length() - 1) // 2
     arguments = dict(
         table=table.entries, taken=taken, layers=len(states), t_row=first.alpha.stride(0), NUMBER=DTYPES[dtype],
-        EPS=torch.finfo(dtype).eps, LAYERS=padded_layers(len(states)), PRESENT=present, TILE=TILE,
+        EPS=torch.finfo(dtype).eps, LAYERS=padded_layers(len(states)), PRESENT=present,
+        TILE=TILE_BYTES // dtype.itemsize,
     )  # fmt: skip
     warps = min(16, max(4, longest // 512))
     kinds = [i for i in range(KINDS.value) if present >> i & 1]

@@ -34,9 +34,9 @@ class Launch:
     # Further options of the compiler.
     options: Mapping[str, int] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Launch the kernel on the current device."""
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages, **self.options)
+    def run(self) -> Any:
+        """Launch the kernel on the current device; return what Triton compiled for it, None if it is interpreted."""
+        return self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages, **self.options)
 
 
 class Plan(NamedTuple):
@@ -137,12 +137,9 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
 
 
 @triton.jit
-def tile_offsets(i, i_stride, j, j_stride, FAR: tl.constexpr):
-    """i * i_stride + j * j_stride for the entries of a tile, in 64 bits if FAR, else in 32, which saves registers."""
-    if FAR:
-        return i.to(tl.int64)[:, None] * i_stride + j.to(tl.int64)[None, :] * j_stride
-    else:
-        return i[:, None] * i_stride + j[None, :] * j_stride
+def tile_offsets(i, i_stride, j, j_stride):
+    """i * i_stride + j * j_stride for the entries of a tile, in 32 bits: see `aligned.is_near`."""
+    return i[:, None] * i_stride + j[None, :] * j_stride
 
 
 @triton.jit
@@ -153,11 +150,6 @@ def loadable(size, WHOLE: tl.constexpr):
         return tl.cdiv(size, 16) * 16
     else:
         return size
-
-
-def is_far(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether offsets inside a tile of this shape need 64 bits."""
-    return sum(size * stride for size, stride in zip(shape, strides, strict=True)) >= 2**31
 
 
 @triton.jit(do_not_specialize=["slices"])

@@ -58,7 +58,6 @@ def fused_rows(
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     TURNED: tl.constexpr,
-    FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
@@ -88,8 +87,8 @@ def fused_rows(
     v = load_planes(planes, plane, v_tile, inside_v, factor_planes(FORM))
     # With K vectors per filter, the F = K M rows of V share the M columns of C.
     column = f if K == 1 else f % M
-    x_tile = tile_offsets(r, x_row, d, x_column, FAR)
-    c_tile = tile_offsets(r, c_row, column, c_column, FAR)
+    x_tile = tile_offsets(r, x_row, d, x_column)
+    c_tile = tile_offsets(r, c_row, column, c_column)
     # No program is without rows: the assembler then sees no path on which the sums are defined a second time.
     tl.assume(first < last)
     inside_x, inside_c = d < loadable(D, WHOLE), f < loadable(F, WHOLE)
@@ -179,7 +178,6 @@ def fused_kernel(
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     TURNED: tl.constexpr,
-    FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
@@ -191,7 +189,7 @@ def fused_kernel(
     last = tl.minimum(first + rows_per_slice, N)
     total, bias_total = fused_rows(
         X, C, V, planes, first, last, first_filter, D, F, M, x_plane, x_row, x_column, c_row, c_column, v_row, plane,
-        pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, FAR, BN, BM, BD,
+        pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, BN, BM, BD,
     )  # fmt: skip
     if not ATOMIC:
         out += slice_index * F * (D + BIAS)
@@ -217,14 +215,13 @@ def plan(
     atomic = options.atomic and slices > 1
     out = torch.zeros_like(V) if atomic else V.new_empty(slices, *V.shape)
     M = C.shape[1]
-    is_far = launch.is_far((config.rows, config.depth), X.stride()[1:]) or launch.is_far((config.rows, M), C.stride())
     arguments = dict(
         X=X, C=C, V=V, planes=planes, out=out, N=N, D=D, F=F, M=M, x_plane=X.stride(0), x_row=X.stride(1),
         x_column=X.stride(2), c_row=C.stride(0), c_column=C.stride(1), v_row=V.stride(0), plane=planes.stride(0),
         pitch=planes.stride(1),
         rows_per_slice=per_slice, one=launch.hidden_one(device), K=1 if F == M else 2, BIAS=bias,
         WHOLE=is_whole(X, [C], F), ATOMIC=atomic, FORM=form, ACROSS=across,
-        TURNED=config.turned, FAR=is_far, BN=config.rows, BM=config.filters, BD=config.depth,
+        TURNED=config.turned, BN=config.rows, BM=config.filters, BD=config.depth,
     )  # fmt: skip
     work = 2 * PRODUCTS[form] * config.rows * config.filters * config.depth
     name = "pointwise" + ", atomic" * atomic

@@ -48,7 +48,6 @@ def rows_product(
     WHOLE: tl.constexpr,  # whether X can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
-    FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
@@ -57,7 +56,7 @@ def rows_product(
     number = tl.float64 if planes.dtype.element_ty == tl.float64 else tl.float32
     r, k, own = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BM)
     inside_n, inside_f = r < rows, own < filters
-    x_tile = tile_offsets(r, x_row, k, x_column, FAR)
+    x_tile = tile_offsets(r, x_row, k, x_column)
     v_tile = k[:, None] * pitch + own[None, :] if ACROSS else k[:, None] + own[None, :] * pitch
     tl.assume(D > 0)
     u = tl.zeros((BN, BM), number)
@@ -70,7 +69,7 @@ def rows_product(
         inside_v = (k < entries - first)[:, None] & inside_f[None, :]
         v = load_planes(planes, plane, v_tile, inside_v, factor_planes(FORM))
         u = product(x, v, u, FORM)
-        X += (tl.full((), BK, tl.int64) if FAR else BK) * x_column
+        X += BK * x_column
         planes += BK * pitch if ACROSS else BK
     return u
 
@@ -102,7 +101,6 @@ def project_kernel(
     WHOLE: tl.constexpr,
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
-    FAR: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
@@ -117,14 +115,14 @@ def project_kernel(
     parts = planes + (first_filter if ACROSS else first_filter.to(tl.int64) * pitch)
     u = rows_product(
         X + (begin + row) * x_row, parts, end - begin - row, F - first_filter, D, x_plane, x_row, x_column,
-        plane, pitch, WHOLE, FORM, ACROSS, FAR, BN, BM, BK,
+        plane, pitch, WHOLE, FORM, ACROSS, BN, BM, BK,
     )  # fmt: skip
     inside_n, inside_f = r < end - begin - row, f < F
     if BIAS:
         u += tl.load(V + f.to(tl.int64) * v_row + D, mask=inside_f, other=0.0)[None, :]
     if C is not None:
         column = f if K == 1 else f % M
-        c_tile = tile_offsets(r, c_row, column, c_column, FAR)
+        c_tile = tile_offsets(r, c_row, column, c_column)
         inside = inside_n[:, None] & inside_f[None, :]
         u *= tl.load(C + (begin + row) * c_row + c_tile, mask=inside, other=0.0).to(u.dtype)
         places = r[:, None] * u_row + f[None, :]
@@ -155,7 +153,6 @@ def accumulate_kernel(
     fresh,  # whether to ignore what `out` holds
     WHOLE: tl.constexpr,
     FORM: tl.constexpr,
-    FAR: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
     BK: tl.constexpr,
@@ -175,7 +172,7 @@ def accumulate_kernel(
     where = out + starts[:, None] + d[None, :]
     inside = inside_f[:, None] & inside_d[None, :]
     total = tl.load(where, mask=inside & (fresh == 0), other=0.0)
-    x_tile = tile_offsets(r, x_row, d, x_column, FAR)
+    x_tile = tile_offsets(r, x_row, d, x_column)
     u_tile = r[None, :] * u_row + f[:, None]
     X += (begin + row) * x_row
     U += row * u_row
@@ -185,7 +182,7 @@ def accumulate_kernel(
         x = load_planes(X, x_plane, x_tile, inside_n[:, None] & inside_x[None, :], row_planes(FORM))
         u = load_planes(U, u_plane, u_tile, inside_u[:, None] & inside_n[None, :], factor_planes(FORM))
         total = product(u, x, total, FORM)
-        X += (tl.full((), BK, tl.int64) if FAR else BK) * x_row
+        X += BK * x_row
         U += BK * u_row
     tl.store(where, total, mask=inside)
 
@@ -222,14 +219,16 @@ def column_sums_kernel(
     r = tl.arange(0, BK)
     tile = r[:, None] * u_row + f[None, :]
     U += begin * u_row
-    total = tl.zeros((BM,), number)
+    # Each row of the tile adds up its own part: sums over rows in the loop would wait at barriers.
+    parts = tl.zeros((BK, BM), number)
     for row in range(0, count, BK):
         inside = (r < count - row)[:, None] & (f < F)[None, :]
         u = load_planes(U, u_plane, tile, inside, factor_planes(FORM))
         # The smallest first: their sum is then rounded least.
         for i in tl.static_range(len(u)):
-            total += tl.sum(u[len(u) - 1 - i].to(number), 0)
+            parts += u[len(u) - 1 - i].to(number)
         U += BK * u_row
+    total = tl.sum(parts, 0)
     where = out + slice_index * filters * o_row + (f % filters).to(tl.int64) * o_row + (f // filters) * half + D
     total += tl.load(where, mask=(f < F) & (fresh == 0), other=0.0)
     tl.store(where, total, mask=f < F)
@@ -257,7 +256,6 @@ def accumulate_launches(
     biased: range,
     per_slice: int,
     form: str,
-    far: bool,
     config: Config,
     device: Device,
 ) -> list[Launch]:
@@ -276,7 +274,7 @@ def accumulate_launches(
     )  # fmt: skip
     arguments = dict(
         common, X=X, begin=chunk[0], end=chunk[1], F=columns, x_plane=X.stride(0), x_row=X.stride(1),
-        x_column=X.stride(2), WHOLE=is_aligned(X), FAR=far, BM=config.filters, BD=config.rows, BK=config.depth,
+        x_column=X.stride(2), WHOLE=is_aligned(X), BM=config.filters, BD=config.rows, BK=config.depth,
     )  # fmt: skip
     grid = (max(1, triton.cdiv(D, config.rows)), triton.cdiv(columns, config.filters), slices)
     work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
@@ -315,7 +313,6 @@ def project_launch(
     chunk: tuple[int, int],
     bias: bool,
     form: str,
-    far: bool,
     config: Config,
     device: Device,
 ) -> Launch:
@@ -327,7 +324,7 @@ def project_launch(
         x_row=X.stride(1), x_column=X.stride(2), c_row=c_row, c_column=c_column, v_row=V.stride(0),
         plane=parts.stride(0), pitch=parts.stride(1), u_plane=U.stride(0),
         u_row=U.stride(-2), K=1 if F == M else 2, BIAS=bias, WHOLE=is_aligned(X), FORM=form,
-        ACROSS=is_by_single_multiplications(form, device), FAR=far, BN=config.rows, BM=config.filters, BK=config.depth,
+        ACROSS=is_by_single_multiplications(form, device), BN=config.rows, BM=config.filters, BK=config.depth,
     )  # fmt: skip
     grid = (triton.cdiv(F, config.filters) * triton.cdiv(end - begin, config.rows),)
     work = (PRODUCTS[form] * config.rows * config.filters * config.depth,)
@@ -354,7 +351,6 @@ def plan(
     """Return the launches for rows of any width."""
     (_, N, D), F = X.shape, len(V)
     project, accumulate = pair[0], pair[1].for_bias(form) if bias else pair[1]
-    far = any(launch.is_far((256, max(D, F)), tensor.stride()[-2:]) for tensor in (X, C))
     across = is_by_single_multiplications(form, device)
     split, parts = split_launch(V, form, factor_storage(form, V.dtype), across, range(D))
     rows = chunk_rows(form, N, F, V.dtype, (project, accumulate), options)
@@ -366,8 +362,8 @@ def plan(
     for begin in range(0, N, rows):
         chunk = begin, min(begin + rows, N)
         launches += [
-            project_launch(name, X, C, V, parts, U, chunk, bias, form, far, project, device),
-            *accumulate_launches(X, U, out, chunk, F, 0, range(F * bias), per_slice, form, far, accumulate, device),
+            project_launch(name, X, C, V, parts, U, chunk, bias, form, project, device),
+            *accumulate_launches(X, U, out, chunk, F, 0, range(F * bias), per_slice, form, accumulate, device),
         ]
     return launch.summed(launches, out)
 

@@ -53,9 +53,13 @@ class Config:
         """Return this configuration of a fused kernel for layers with a bias: it also sums a tile of U in registers."""
         return replace(self, rows=min(32, self.rows)) if self.depth >= (128 if self.turned else 64) else self
 
-    def for_two_products(self) -> Config:
-        """Return this configuration of launch 1 of `pointwise_wide` with half the filters: each has two products."""
-        return replace(self, filters=max(16, self.filters // 2))
+    def for_two_products(self, is_by_columns: bool) -> Config:
+        """Return this configuration of launch 1 of `pointwise_wide` with half the filters: each has two products.
+
+        Rows that lie along the other axis take more registers.
+        """
+        rows = self.rows // 2 if is_by_columns else self.rows
+        return replace(self, rows=rows, filters=max(16, self.filters // 2))
 
     def for_gathers(self) -> Config:
         """Return this configuration of launch 1 of `pointwise_wide` with tiles small enough for EdgeConv's epilogue."""
@@ -63,7 +67,7 @@ class Config:
 
     def for_bias(self, form: str) -> Config:
         """Return this configuration of launch 2 of `pointwise_wide` for rows of sums that a bias makes unaligned."""
-        if form == "bf16x6" and self.filters > 64:
+        if form in ("bf16x1", "bf16x6") and self.filters > 64:
             return replace(self, rows=self.rows // 2)
         if form != "ieee":
             return replace(self, depth=min(32, self.depth))
@@ -120,7 +124,7 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
         32: ((64, 64, 4, 3), (32, 64, 4, 3)),
         64: ((32, 64, 4, 3), (64, 64, 4, 3)),
         128: ((32, 64, 4, 3), (64, 64, 4, 3)),
-        256: ((32, 64, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2)),
+        256: ((32, 64, 4, 3), (32, 64, 4, 2)),
     },
     ("hopper", "bf16"): {
         16: ((64, 64, 4, 3), (64, 128, 8, 3)),
@@ -182,8 +186,9 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
 }
 # Where the compiler for B200 would spill.
 POINTWISE["blackwell", "bf16"] = {
-    **{width: POINTWISE["nvidia", "bf16"][width] for width in (16, 64, 128)},
+    **{width: POINTWISE["nvidia", "bf16"][width] for width in (16, 64)},
     32: ((16, 64, 4, 3),),
+    128: ((32, 64, 4, 3),),
 }
 POINTWISE["blackwell", "bf16x3"] = {width: ((32, 64, 4, 2),) for width in (16, 32, 64)}
 POINTWISE["blackwell", "bf16x6"] = {16: ((32, 64, 4, 2),)}
@@ -202,8 +207,8 @@ GATED: dict[tuple[str, str], Tiles] = {
     ("hopper", "bf16"): {
         16: ((32, 64, 4, 3),),
         32: ((32, 64, 4, 3),),
-        64: ((32, 64, 4, 3), (64, 64, 4, 3)),
-        128: ((16, 64, 4, 3), (32, 64, 4, 3)),
+        64: ((32, 64, 4, 3),),
+        128: ((16, 64, 4, 3),),
     },
     ("nvidia", "bf16x3"): {16: ((32, 64, 4, 3),), 32: ((32, 64, 4, 2),)},
     ("hopper", "bf16x3"): {16: ((32, 64, 4, 3),), 32: ((32, 64, 4, 3),), 64: ((32, 64, 4, 2),)},
@@ -231,6 +236,7 @@ GATED: dict[tuple[str, str], Tiles] = {
     ("interpreter", "fp64"): {width: ((128, 64, 1, 1), (64, 32, 1, 1)) for width in WIDTHS},
 }
 GATED["blackwell", "bf16"] = {width: GATED["nvidia", "bf16"][width] for width in (16, 32)}
+GATED["blackwell", "bf16x1"] = {16: GATED["nvidia", "bf16"][16]}
 GATED["blackwell", "bf16x3"] = {}
 GATED["blackwell", "fp32"] = {**GATED["nvidia", "fp32"], 32: ((32, 32, 4, 3, FLAT),)}
 # One grouped kernel contains the code for every width that occurs and needs as many registers as the widest.
@@ -280,6 +286,7 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
         (Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 3)),
         (Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),
     ),
+    ("blackwell", "bf16x1"): ((Config(64, 64, 32, 4, 2), Config(64, 64, 32, 4, 2)),),
     ("blackwell", "bf16x3"): ((Config(128, 64, 32, 8, 2), Config(128, 64, 32, 8, 3)),),
     ("blackwell", "bf16x6"): ((Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),),
     ("nvidia", "bf16x3"): ((Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),),

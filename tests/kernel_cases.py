@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -41,6 +42,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, vendor: str) -> Device:
     monkeypatch.setattr(device, "INTERPRETER", GPUS[vendor])
     monkeypatch.setattr(launch, "_TUNED", {})
     return GPUS[vendor]
+
+
+def with_strides(X: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a copy of X with these strides, however far apart: only the pages that are written take memory."""
+    size = 1 + sum((count - 1) * stride for count, stride in zip(X.shape, strides, strict=True))
+    memory = mmap(-1, size * X.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=X.dtype).as_strided(X.shape, strides).copy_(X)
 
 
 class Launch(NamedTuple):

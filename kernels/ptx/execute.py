@@ -80,21 +80,18 @@ def execute(
         Fault: an unknown instruction, an access outside of all tensors or misaligned, a deadlock.
     """
     began = time.perf_counter()
-    program, code = _decoded(ptx)
+    program, code = decoded(ptx)
     if program.threads % 32:
         raise Fault(f"{program.name} has {program.threads} threads, which are no whole warps")
     x_size, y_size, z_size = (*grid, 1, 1, 1)[:3]
     sizes = (x_size, y_size, z_size)
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    memory = GlobalMemory([*tensors, *reachable], program.constants, _smallest_access(program, "global"))
+    memory = GlobalMemory([*tensors, *reachable], program.constants, smallest_access(program, "global"))
     values = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
-    if len(values) > len(program.parameters):
-        raise Fault(f"{program.name} has {len(program.parameters)} parameters, got {len(values)}")
-    values += [0] * (len(program.parameters) - len(values))
-    parameters = {name: _bytes(value, kind) for (kind, name), value in zip(program.parameters, values, strict=True)}
+    parameters = parameter_bytes(program, values)
     tally = Tally(np.zeros(len(code), np.int64))
     places = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(sizes)))]
-    grain = _smallest_access(program, "shared")
+    grain = smallest_access(program, "shared")
     together = max(1, min(MOST_LANES // program.threads, MOST_SHARED // max(shared_memory, 1)))
     with np.errstate(all="ignore"):
         for first in range(0, len(places), together):
@@ -111,10 +108,19 @@ def execute(
 
 
 @lru_cache(maxsize=64)
-def _decoded(ptx: str) -> tuple[Program, list[Decoded]]:
+def decoded(ptx: str) -> tuple[Program, list[Decoded]]:
+    """Return the program of a PTX file with one entry, and its decoded instructions."""
     program = parse(ptx)
     program.floats = float_registers(program)
     return program, decode(program)
+
+
+def parameter_bytes(program: Program, values: Sequence[int | float]) -> dict[str, bytes]:
+    """Return the parameters of a kernel as they lie in memory; those that are missing are zero."""
+    if len(values) > len(program.parameters):
+        raise Fault(f"{program.name} has {len(program.parameters)} parameters, got {len(values)}")
+    values = [*values, *[0] * (len(program.parameters) - len(values))]
+    return {name: _bytes(value, kind) for (kind, name), value in zip(program.parameters, values, strict=True)}
 
 
 def _bytes(value: float, kind: str) -> bytes:
@@ -127,7 +133,7 @@ def _bytes(value: float, kind: str) -> bytes:
     return (int(value) & ((1 << bits) - 1)).to_bytes(bits // 8, "little")
 
 
-def _smallest_access(program: Program, space: str) -> int:
+def smallest_access(program: Program, space: str) -> int:
     """Return the bytes of the smallest access to a space; all others begin at multiples of it."""
     return min((size for i in program.code if (size := _access(i, space))), default=LARGEST_ACCESS)
 

@@ -24,12 +24,10 @@ from triton.compiler import compile as compile_source
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from s3d_fast.kernels import device
-from s3d_fast.kernels.compiled import TARGETS, Target
+from s3d_fast.kernels.compiled import SIMULATED, TARGETS, Target
 from s3d_fast.kernels.ptx.execute import Launch, execute
 from s3d_fast.kernels.ptx.findings import Finding
 
-# Targets whose instructions the simulator knows.
-SIMULATED = ("sm_80", "sm_90")
 # Few, so that programs have several tiles even in small tests.
 PROCESSORS = 2
 

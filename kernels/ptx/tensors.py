@@ -128,20 +128,24 @@ class GlobalMemory:
             wave.find_among(conflict(own[bad], found[bad], "global", are_floats), chosen, bad)
 
     def add(self, wave: Wave, addresses: Array, values: Array, mask: Mask) -> Array:
-        """Add values (lanes, count) atomically, one lane after the other; return what was there before."""
+        """Add values (lanes, count) atomically, one lane after the other; return what was there before.
+
+        In global memory, float32 additions take subnormal numbers for zeros, and give zeros for them.
+        """
         count, itemsize, chosen = values.shape[1], values.itemsize, wave.chosen(mask)
         places = self.places(wave, addresses, count * itemsize, chosen)
         self._note_add(wave, self._cells(places, count * itemsize), chosen)
         wave.tally.add_bytes("atom.global", len(chosen) * count * itemsize)
         data, where = self.data.view(values.dtype), (places // itemsize)[:, None] + np.arange(count)
         before = np.zeros_like(values)
+        flush = _flushed if values.dtype == np.float32 else _unchanged
         if len(np.unique(where)) == where.size:
             before[chosen] = data[where]
-            data[where] += values[chosen]
+            data[where] = flush(flush(data[where]) + flush(values[chosen]))
         else:
             for lane, place in zip(chosen, where, strict=True):
                 before[lane] = data[place]
-                data[place] += values[lane]
+                data[place] = flush(flush(data[place]) + flush(values[lane]))
         return before
 
     def _cells(self, places: Array, size: int) -> Array:
@@ -197,6 +201,15 @@ class GlobalMemory:
         # Two programs at once: the last one written must not hide the others.
         if (hidden := (programs[cells] != own) & (programs[cells] != SEVERAL)).any():
             programs[cells[hidden]] = SEVERAL
+
+
+def _flushed(numbers: Array) -> Array:
+    """Return float32 numbers with zeros of their sign for subnormal ones."""
+    return np.where(np.abs(numbers) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), numbers), numbers)
+
+
+def _unchanged(numbers: Array) -> Array:
+    return numbers
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

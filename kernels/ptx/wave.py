@@ -217,13 +217,21 @@ class Wave:
                 self._inspect(decoded.sources, active)
             if decoded.control is not None:
                 self.pc[group] = pc + 1
-                decoded.control(self, active)
+                decoded.control(self, self.moving(pc, decoded, active))
                 return
             if active is None or active is mask or active.any():
-                assert decoded.step is not None
-                decoded.step(self, active)
+                self.step(decoded, active)
             pc += 1
         self.pc[group] = pc
+
+    def step(self, decoded: Decoded, mask: Mask) -> None:
+        """Execute an instruction that moves no thread."""
+        assert decoded.step is not None
+        decoded.step(self, mask)
+
+    def moving(self, pc: int, decoded: Decoded, mask: Mask) -> Mask:
+        """Return which threads of a mask a control instruction moves: all of them."""
+        return mask
 
     def _require_whole_warps(self, instruction: Instruction, active: Array) -> None:
         """Refuse instructions of whole warps that a guard takes from some threads; all threads have come to it."""

@@ -236,7 +236,10 @@ def _begin(instruction: Instruction) -> Step:
 
     def run(wave: Wave, mask: Mask) -> None:
         warps = wave.warps_of(mask)
-        firsts = np.flatnonzero(warps.reshape(-1, WARPGROUP // WARP).any(1)) * WARPGROUP
+        groups = warps.reshape(-1, WARPGROUP // WARP)
+        if (partial := groups.any(1) & ~groups.all(1)).any():
+            raise wave.fault("a part of four warps executes wgmma", int(np.argmax(partial)) * WARPGROUP)
+        firsts = np.flatnonzero(groups.any(1)) * WARPGROUP
         adding = np.broadcast_to(read_adds(wave), wave.lanes)
         _check_registers(wave, warps, mask, accumulators if adding[wave.chosen(mask)].any() else [], fragments)
         product = Product(tuple(accumulators), tuple(fragments), wave.products.closed.copy(), warps.copy())

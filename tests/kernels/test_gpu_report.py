@@ -16,6 +16,7 @@ from benchmarks import gpu_report, roofline
 from benchmarks.launches import Shape
 from s3d_fast.backends.reference import REFERENCE
 from s3d_fast.backends.triton import TRITON
+from s3d_fast.kernels.launch import Launch
 from s3d_fast.maths import reference
 from tests.cases import EdgeCase, RowsCase, relative_error
 
@@ -74,6 +75,15 @@ def test_the_file_holds_launches_errors_times_and_predictions(tmp_path: Path) ->
     lines = gpu_report.summary(found).splitlines()
     assert len(lines) == 6
     assert all("predicted" in line and "error" in line for line in lines)
+
+
+def test_launches_say_what_their_compiled_code_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = SimpleNamespace(n_regs=96, n_spills=8)
+    monkeypatch.setattr(Launch, "run", lambda own: compiled)
+    with gpu_report.launches() as found:
+        assert Launch("one", None, (3, 2), {}, 4, label="32x64").run() is compiled
+    takes = {"n_regs": 96, "n_spills": 8}
+    assert found == [{"kernel": "one", "config": "32x64", "grid": [3, 2], "warps": 4, "stages": 2, **takes}]
 
 
 @pytest.mark.usefixtures("small")

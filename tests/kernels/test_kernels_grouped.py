@@ -29,6 +29,7 @@ from tests.kernel_cases import (
     pretend,
     recorded,
     rounding_bound,
+    with_strides,
 )
 
 # The interpreter computes with masked entries too, which may overflow or be no numbers.
@@ -63,11 +64,12 @@ def assert_products(layers: Sequence[Layer], label: object = "") -> list[Tensor]
     return assert_agrees(choose("triton"), "splitting_matvec_grouped", label=label, **arguments_of(layers))
 
 
-@pytest.mark.parametrize("stride", [grouped.FARTHEST - 1, grouped.FARTHEST])
-def test_rows_may_be_far_apart(stride: int) -> None:
-    X, C, V, bias = layer_of(RowsCase(2, 3, 2, torch.float16))
-    far = torch.zeros(stride + 3, dtype=torch.float16).as_strided(X.shape, (stride, 1)).copy_(X)
-    assert_products([(far, C, V, bias), (X, C, V, bias)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("stride", [2**23, 2**24])
+def test_rows_may_be_far_apart(stride: int, dtype: torch.dtype) -> None:
+    X, C, V, bias = layer_of(RowsCase(2, 3, 2, dtype))
+    far, far_too = (with_strides(own, (stride, 1)) for own in (X, C))
+    assert_products([(far, C, V, bias), (X, far_too, V, bias), (X, C, V, bias)])
 
 
 def test_layers_of_one_kind_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

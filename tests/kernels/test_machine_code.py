@@ -62,3 +62,10 @@ def test_assembly_of_amd_is_counted_by_unit() -> None:
         "barriers": 1,
     }
     assert code.outside == {"instructions": 1, "requested bytes": 64 * 8}
+
+
+def test_passes_that_the_compiler_moves_out_of_a_loop_of_amd_count_as_passes() -> None:
+    start, loop, end = AMD.partition(".LBB0_1:\n")[0], AMD.partition(".LBB0_1:\n")[2], "\ts_endpgm\n"
+    body = "".join(line for line in loop.splitlines(keepends=True) if "branch" not in line and "endpgm" not in line)
+    moved = start + ".LBB0_1:\n" + loop.removesuffix(end) + 2 * body + end
+    assert machine_code.amd(moved) == machine_code.amd(AMD)

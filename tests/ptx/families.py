@@ -352,3 +352,45 @@ def mutate(target: str, name: str, dtype_name: str) -> list[Any]:
 
     with triton_options(**call.options):
         return mutants(target, run, by_address)
+
+
+class Outlined(NamedTuple):
+    """What the outline of a call's kernels shows, as they are and without each of their ordering instructions."""
+
+    found: list[str]
+    without: dict[tuple[str, int], list[str]]  # by kernel and line
+
+
+def outlined(target: str, name: str, dtype_name: str) -> Outlined:
+    """Execute the kernels of a call in outline, and all of their mutants."""
+    from s3d_fast.backends.triton import TRITON
+    from s3d_fast.kernels.options import triton_options
+    from s3d_fast.kernels.ptx.findings import Fault
+    from s3d_fast.kernels.ptx.launch import simulated
+    from s3d_fast.kernels.ptx.mutation import ordering_instructions, without_line
+    from s3d_fast.kernels.ptx.outline import outline
+
+    call = CALLS[name]
+    _forget()
+    given = _as_a_solver_has_them(target, call, call.arguments(DTYPES[dtype_name]))
+    numbers: list[list[int | float]] = []
+
+    def note(arguments: Sequence[Any]) -> None:
+        numbers.append([0 if isinstance(own, Tensor) else own for own in arguments])
+
+    with simulated(target, reachable=_by_address(call, given), after=note) as report, triton_options(**call.options):
+        getattr(TRITON, call.operation)(**given)
+    found, without, seen = [], {}, set()
+    for launch, own in zip(report.launches, numbers, strict=True):
+        if launch.ptx in seen:
+            continue
+        seen.add(launch.ptx)
+        found += map(str, outline(launch.ptx, own, launch.grid, launch.shared_memory))
+        for line, _ in ordering_instructions(launch.ptx):
+            mutant = without_line(launch.ptx, line)
+            try:
+                kinds = [finding.kind for finding in outline(mutant, own, launch.grid, launch.shared_memory)]
+            except Fault as fault:
+                kinds = [str(fault)]
+            without[launch.kernel, line] = kinds
+    return Outlined(found, without)

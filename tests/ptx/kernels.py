@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import ASTSource
 
 
 @triton.jit
@@ -38,6 +39,22 @@ def sum_kernel(a, b, out, steps, BLOCK: tl.constexpr, STAGES: tl.constexpr):
         right = tl.load(b + (step * BLOCK + i[:, None]) * BLOCK + i[None, :])
         total += tl.dot(left, right)
     tl.store(out + i[:, None] * BLOCK + i[None, :], total)
+
+
+@triton.jit
+def there_and_back_kernel(
+    x, c, v, out, rows, BN: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """out = ((x v^T) * c)^T x in one loop: both products of a tile read x in shared memory."""
+    r, m, d = tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BD)
+    right = tl.load(v + m[None, :] * BD + d[:, None])
+    total = tl.zeros((BM, BD), tl.float32)
+    for first in tl.range(0, rows, BN, num_stages=STAGES):
+        left = tl.load(x + (first + r)[:, None] * BD + d[None, :])
+        scale = tl.load(c + (first + r)[:, None] * BM + m[None, :])
+        u = tl.dot(left, right) * scale
+        total += tl.dot(tl.trans(u).to(left.dtype), left)
+    tl.store(out + m[:, None] * BD + d[None, :], total)
 
 
 class Product(NamedTuple):
@@ -102,3 +119,19 @@ def accumulate(target: str, dtype: torch.dtype, steps: int, stages: int) -> Ran:
     (launch,) = report.launches
     error = float((out - expected).abs().max() / expected.abs().max())
     return Ran(error, list(map(str, report.findings)), launch.instructions, launch.multiplications, launch.ptx)
+
+
+def outlined(target: str, rows: int, width: int) -> list[str]:
+    """Return what the outline of `there_and_back_kernel` shows, for tiles of so many rows."""
+    from s3d_fast.kernels.compiled import TARGETS
+    from s3d_fast.kernels.ptx.launch import compile_to_ptx
+    from s3d_fast.kernels.ptx.outline import outline
+
+    sizes = {"BN": rows, "BM": 64, "BD": width, "STAGES": 3}
+    tensors = dict.fromkeys(("x", "c", "v"), "*bf16") | {"out": "*fp32", "rows": "i32"}
+    constants: dict[tuple[int, ...], Any] = {(len(tensors) + i,): size for i, size in enumerate(sizes.values())}
+    aligned: dict[tuple[int, ...], Any] = {(i,): [["tt.divisibility", 16]] for i in range(len(tensors))}
+    signature = {**tensors, **dict.fromkeys(sizes, "constexpr")}
+    source = ASTSource(there_and_back_kernel, signature, constants, aligned)
+    ptx, shared_memory = compile_to_ptx(source, TARGETS[target], {"num_warps": 4, "num_stages": sizes["STAGES"]})
+    return [finding.kind for finding in outline(ptx, [0, 0, 0, 0, 1 << 16], (1,), shared_memory)]

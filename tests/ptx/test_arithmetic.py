@@ -356,6 +356,20 @@ def test_atomic_additions_add_up() -> None:
     torch.testing.assert_close(out, 3 * x.sum(0, keepdim=True))
 
 
+@pytest.mark.parametrize("places", ["[%rd40]", "[%rd0]"], ids=["one", "each"])
+def test_atomic_additions_of_float32_take_subnormal_numbers_for_zeros(places: str) -> None:
+    tiny = torch.finfo(torch.float32).tiny
+    out, x = torch.full((32,), -tiny / 2), torch.full((32,), tiny / 2)
+    x[0] = 1.5 * tiny
+    execute(program(f"ld.global.b32 %r1, [%rd1]; red.global.gpu.relaxed.add.f32 {places}, %r1;", 2), (out, x), (1,))
+    assert out[0] == 1.5 * tiny
+    assert out[1] == (0 if places == "[%rd0]" else -tiny / 2)
+    # The sum of two normal numbers may be subnormal.
+    out, x = torch.full((32,), -tiny), torch.full((32,), 1.5 * tiny)
+    execute(program("ld.global.b32 %r1, [%rd1]; red.global.gpu.relaxed.add.f32 [%rd0], %r1;", 2), (out, x), (1,))
+    assert (out == 0).all()
+
+
 @pytest.mark.parametrize(
     "instruction",
     [

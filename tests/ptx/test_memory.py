@@ -206,6 +206,13 @@ def test_descriptors_with_an_offset_of_their_base_are_refused() -> None:
         multiplied("fence.proxy.async;", 1 << 49)
 
 
+def test_a_product_of_some_of_its_four_warps_is_refused() -> None:
+    body = PRODUCT.format("fence.proxy.async;", 0)
+    leave = "setp.ge.u32 %p3, %r0, 96; @%p3 bra $END; wgmma.fence"
+    with pytest.raises(Fault, match="a part of four warps executes wgmma"):
+        execute(program(f"{body.replace('wgmma.fence', leave)} $END:", threads=128), (), (1,), shared_memory=512)
+
+
 def test_a_copy_is_there_after_its_wait_and_a_barrier() -> None:
     out, x = torch.zeros(64), floats(64)
     waits = "cp.async.wait_group 0;"

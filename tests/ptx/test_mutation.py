@@ -1,13 +1,14 @@
-"""Each barrier, fence and wait of a kernel, taken out in turn, is noticed or shown to be unneeded."""
+"""Each barrier, fence and wait of a kernel, taken out in turn, is noticed or shown to be unneeded, also in outline."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.ptx.families import SMALL, mutate
+from tests.ptx.families import SMALL, mutate, outlined
 
 TARGETS = ("sm_80", "sm_90")
 # Kernels with all kinds of ordering, which `make test` mutates; the longer run takes every family.
@@ -31,6 +32,21 @@ def assert_noticed(target: str, name: str, dtype: str, compiled: Callable[..., l
     reported = Counter(mutant.instruction for mutant in found if mutant.outcome == "reported")
     for instruction, least in NEEDED.get((target, name, dtype), {}).items():
         assert reported[instruction] >= least, (instruction, reported)
+    assert_found_in_outline(target, name, dtype, found, compiled)
+
+
+def assert_found_in_outline(
+    target: str, name: str, dtype: str, mutants: list[Any], compiled: Callable[..., list]
+) -> None:
+    """Check that the outline finds nothing in a call's kernels, and of their mutants what the simulator finds."""
+    found, without = compiled(outlined, target, name, dtype)
+    assert found == []
+    for mutant in mutants:
+        # The outline does not look at global memory, and sees branches that the call does not take.
+        if "global memory" in mutant.reason or mutant.reason == "not executed in this case":
+            continue
+        own = without[mutant.kernel, mutant.line]
+        assert bool(own) == (mutant.outcome == "reported"), (mutant, own)
 
 
 @pytest.mark.parametrize("target", TARGETS)
