@@ -151,7 +151,7 @@ def read(launch: Recorded, target: str) -> dict[str, Any]:
         "shared": code.shared_memory,
         "spills": code.spills,
         "serialized": "wgmma.mma_async instructions are serialized" in code.log,
-        "misuse": compiler().misuse(launch, compiler().TARGETS[target], code),
+        "outline": compiler().outlined(launch, compiler().TARGETS[target], code)[:200],
     }
 
 
@@ -191,7 +191,7 @@ def tables(before: dict[str, Any], compiled: Sequence[dict[str, Any]]) -> str:
             own = [entry for entry in before["loops"] if (entry["rows"], entry["target"]) == (kind, target)]
             present = [entry for entry in compiled if (entry["dtype"], entry["target"]) == (kind, target)]
             for entry in own:
-                marks = "S" * entry["serialized"] + "R" * bool(entry["misuse"])
+                marks = "S" * entry["serialized"] + "R" * bool(entry["outline"])
                 cells = [entry[name] for name in ("kernel", "tile", "instructions", "barriers")]
                 cells += [_share(entry["work"]), entry["registers"], entry["shared"], marks]
                 after = _after(entry, present)

@@ -56,7 +56,15 @@ def is_whole(X: Tensor, coefficients: Sequence[Tensor], vectors: int) -> bool:
 
 def aligned(form: str, C: Tensor) -> Tensor:  # (N, M)
     """Return coefficients as products of this form read them, copied if they must be."""
-    return C if _is_ready(form, C) else with_padding(C)
+    return C if _is_ready(form, C) else _copied(C)
+
+
+def _copied(X: Tensor) -> Tensor:
+    """Return a copy of rows that whole vectors can be loaded of."""
+    copy = with_padding(X)
+    if not is_near(copy):
+        raise ValueError(f"Triton kernels take rows of at most {2**31 // MOST_ROWS} columns, got {X.shape[-1]}")
+    return copy
 
 
 def _is_ready(form: str, *tensors: Tensor) -> bool:
@@ -70,8 +78,8 @@ def ready_planes(form: str, X: Tensor) -> Tensor | None:  # (..., D) -> (planes,
         rows = X.flatten(0, -2)
         return same_rows(rows[None], X) if is_near(rows) else None
     if storage == (1, X.dtype):
-        rows = _aligned_view(X)
-        return None if rows is None else same_rows(rows[None], X)
+        view = _aligned_view(X)
+        return None if view is None else same_rows(view[None], X)
     known = getattr(X, _PLANES, None)
     return known if known is not None and len(known) == storage[0] else None
 
@@ -96,7 +104,7 @@ def in_planes(form: str, X: Tensor) -> Tensor:  # (..., D) -> (planes, N, D)
         return known
     rows = X.flatten(0, -2)
     if row_storage(form, X.dtype) == (1, X.dtype):
-        padded = with_padding(rows)
+        padded = _copied(rows)
         return same_rows(padded[None], padded)
     launch, planes = split_rows(form, rows)
     with on_device(X):
@@ -106,10 +114,9 @@ def in_planes(form: str, X: Tensor) -> Tensor:  # (..., D) -> (planes, N, D)
 
 def copied_at_once(form: str, X: Tensor, options: TritonOptions) -> int:  # (samples, ..., D)
     """Return how many samples of X may be copied for products of this form at once; all if none must be copied."""
-    per_sample = prepared_bytes(form, X[:1], is_multiplied=True)
-    if ready_planes(form, X) is not None or per_sample == 0:
+    if ready_planes(form, X) is not None or X.numel() == 0:
         return len(X)
-    return max(1, options.scratch_bytes // per_sample)
+    return max(1, options.scratch_bytes // _copy_bytes(row_storage(form, X.dtype), X[:1]))
 
 
 def split_rows(form: str, X: Tensor) -> tuple[Launch, Tensor]:  # (N, D)
@@ -128,7 +135,12 @@ def prepared_bytes(form: str, X: Tensor, is_multiplied: bool) -> int:
     count, dtype = row_storage(form, X.dtype) if is_multiplied else (1, X.dtype)
     is_stored = (count, dtype) == (1, X.dtype)
     is_ready = _aligned_view(X) is not None if is_stored else ready_planes(form, X) is not None
-    return 0 if is_ready else count * dtype.itemsize * X.shape[:-1].numel() * padded_size(X.shape[-1])
+    return 0 if is_ready else _copy_bytes((count, dtype), X)
+
+
+def _copy_bytes(storage: tuple[int, torch.dtype], X: Tensor) -> int:
+    count, dtype = storage
+    return count * dtype.itemsize * X.shape[:-1].numel() * padded_size(X.shape[-1])
 
 
 def prepared(form: str, X: Tensor, is_multiplied: bool) -> Tensor:

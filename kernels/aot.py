@@ -46,8 +46,8 @@ def faults(compiled: Compiled) -> list[str]:
         found.append(f"wants {compiled.shared_memory} bytes of shared memory of {device.shared_memory}")
     if compiled.serialized:
         found.append("waits for every wgmma: the assembler serialized them")
-    if compiled.misuse:
-        found.append(f"misuses shared memory: {compiled.misuse}")
+    if compiled.outline:
+        found.append(f"is wrong in outline: {compiled.outline}")
     most = MOST_BARRIERS_TENSOR_MEMORY if device.has_tensor_memory and compiled.multiplies else MOST_BARRIERS
     if compiled.loop_barriers > most:
         found.append(f"has {compiled.loop_barriers} barriers in a loop, more than {most}")

@@ -30,7 +30,7 @@ from s3d_fast.kernels import (
     tridiagonal,
 )
 from s3d_fast.kernels.aligned import aligned, split_rows
-from s3d_fast.kernels.compiled import Target
+from s3d_fast.kernels.compiled import Target, fingerprint
 from s3d_fast.kernels.launch import Launch, power_of_two
 from s3d_fast.kernels.options import TritonOptions
 from s3d_fast.kernels.products import product_form, row_storage
@@ -54,7 +54,7 @@ class CheckedLaunches:
 
     def __init__(self, target: Target, kind: str) -> None:
         dtype, precision = (*kind.split(), "highest")[:2]
-        self.device, self.kind, self.stored = target.device, kind, STORED[dtype]
+        self.target, self.device, self.kind, self.stored = target, target.device, kind, STORED[dtype]
         self.number = torch.float64 if dtype == "fp64" else torch.float32
         self.options = TritonOptions(precision=precision, scratch_bytes=1 << 40)
         self.form = product_form(self.stored, precision, self.device)
@@ -63,7 +63,7 @@ class CheckedLaunches:
         seen = set()
         for launch in self._all():
             # Operations share kernels that split vectors, multiply and sum.
-            key = (launch.name, launch.label)
+            key = (launch.name, launch.label, fingerprint(launch, self.target))
             if key not in seen:
                 seen.add(key)
                 yield launch
@@ -112,21 +112,17 @@ class CheckedLaunches:
     def biased(self) -> Iterator[Launch]:
         """Yield the launches of aligned layers with a bias."""
         for D in (64, WIDE):
-            layer = (
-                self.planes(MANY_ROWS, D),
-                self.rows(MANY_ROWS, MANY_FILTERS),
-                self.numbers(MANY_FILTERS, D + 1),
-                True,
-            )
-            for launch in self.one_product(*layer):
+            X, C, _, _ = self.layer(D, MANY_FILTERS, is_general=False)
+            for launch in self.one_product(X, C, self.numbers(MANY_FILTERS, D + 1), True):
                 yield replace(launch, name=launch.name + ", bias" * (len(launch.work) > 0))
 
-    def one_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Iterator[Launch]:
+    def one_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, is_atomic: bool = False) -> Iterator[Launch]:
         """Yield the launches of S v of plain rows, by one launch if they are narrow enough, else by two."""
         width = power_of_two(X.shape[2], tiles.WIDTHS[0], 1 << 30)
         found = configs.pointwise(self.device, self.form, self.stored, width, len(V), bias)
         if found:
-            yield from pointwise.plan(X, C, V, bias, self.form, self.device, self.options, found[0]).launches
+            options = replace(self.options, atomic=is_atomic)
+            yield from pointwise.plan(X, C, V, bias, self.form, self.device, options, found[0]).launches
         else:
             yield from self.two_launches(X, C, V, bias)
 
@@ -135,7 +131,7 @@ class CheckedLaunches:
         pair = configs.wide(self.device, self.form, self.stored, len(C))[choice]
         yield from pointwise_wide.plan(X, C, V, bias, self.form, self.device, self.options, pair).launches
 
-    def gated_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Iterator[Launch]:
+    def gated_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, choice: int = 0) -> Iterator[Launch]:
         """Yield the launches of S v of gated units; V is that of one half."""
         width = power_of_two(X.shape[2], tiles.WIDTHS[0], 1 << 30)
         found = configs.gated(self.device, self.form, self.stored, width, len(V), bias)
@@ -143,13 +139,15 @@ class CheckedLaunches:
         if found:
             plan = gated.plan(X, coefficients, vectors, bias, self.form, self.device, found[0])
         else:
-            pair = configs.wide(self.device, self.form, self.stored, len(C))[0]
+            pair = configs.wide(self.device, self.form, self.stored, len(C))[choice]
             plan = gated.wide_plan(X, coefficients, vectors, bias, self.form, self.device, self.options, pair)
         yield from plan.launches
 
-    def edge_products(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, has_slopes: bool) -> Iterator[Launch]:
+    def edge_products(
+        self, X: Tensor, C: Tensor, V: Tensor, bias: bool, has_slopes: bool, choice: int = 0
+    ) -> Iterator[Launch]:
         """Yield the launches of S v of EdgeConv: as usual, with atomic sums, and with ties; V is that of one half."""
-        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
+        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[choice]
         clouds, points, M = CLOUDS, len(C) // CLOUDS, C.shape[1]
         winner = torch.empty(clouds, points, M, dtype=torch.int32, device="meta")
         incoming = Incoming(winner, winner, winner.new_empty(clouds, points + 1, M))
@@ -162,12 +160,12 @@ class CheckedLaunches:
                 X, incoming, c, vectors, bias, ties, self.form, self.device, options, pair
             ).launches
 
-    def chain_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Iterator[Launch]:
+    def chain_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, choice: int = 0) -> Iterator[Launch]:
         """Yield the launches of S v of a layer before a depthwise one."""
         images, size, M = 16, 64, C.shape[1]
         maps, halved = self.rows(images, size, size, M), self.rows(images, size // 2, size // 2, M)
         stage = DepthwiseStage(stride=(2, 2), padding=(1, 1))
-        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
+        pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[choice]
         yield from depthwise.plan(
             X, [maps, halved], [maps], [self.rows(M, 3, 3)], [stage], V, bias, self.form, self.device, self.options,
             pair,
@@ -183,7 +181,8 @@ class CheckedLaunches:
         for name, launches in (
             ("tuned", self.tuned()),
             ("two vectors", self.two_vectors()),
-            ("of one", self.of_one()),
+            ("of one", self.of_one(bias=False)),
+            ("of one, bias", self.of_one(bias=True)),
             ("columns", self.columns()),
         ):
             for launch in launches:
@@ -202,33 +201,31 @@ class CheckedLaunches:
                     yield from gated.plan(X, (C, C, C), vectors, bias, self.form, self.device, config).launches
             layer = self.layer(WIDE, MANY_FILTERS, is_general)
             for choice in range(1, len(configs.wide(self.device, self.form, self.stored, MANY_ROWS))):
-                yield from self.two_launches(*layer, choice)
+                for product in (self.two_launches, self.gated_product, self.chain_product):
+                    yield from product(*layer, choice)
+                yield from self.edge_products(*layer, is_general, choice)
 
     def two_vectors(self) -> Iterator[Launch]:
         """Yield the launches for two vectors per filter."""
         for D in (64, WIDE):
-            X, C, V, bias = self.layer(D, MANY_FILTERS, is_general=False)
-            V = self.numbers(2 * MANY_FILTERS, D + 1)
-            yield from self.one_product(X, C, V, True)
-            yield from self.gated_product(X, C, V, True)
-        X, C, V, bias = self.layer(64, MANY_FILTERS, is_general=False)
-        V = self.numbers(2 * MANY_FILTERS, 64)
-        yield from self.edge_products(X, C, V, bias, has_slopes=True)
-        yield from self.chain_product(X, C, V, bias)
+            X, C, _, _ = self.layer(D, MANY_FILTERS, is_general=False)
+            layer = X, C, self.numbers(2 * MANY_FILTERS, D + 1), True
+            for product in (self.one_product, self.gated_product, self.chain_product):
+                yield from product(*layer)
+            yield from self.edge_products(*layer, has_slopes=True)
         config, layers = configs.grouped(self.device, self.form, self.stored)[0], []
         for width in tiles.WIDTHS[: len(config.tiles)]:
-            X, C, V, bias = self.layer(width, MANY_FILTERS, is_general=False)
+            X, C, _, bias = self.layer(width, MANY_FILTERS, is_general=False)
             layers.append(grouped.Layer(X, C, self.numbers(2 * MANY_FILTERS, width), bias))
         yield from self.list_product(layers, config)
 
-    def of_one(self) -> Iterator[Launch]:
+    def of_one(self, bias: bool) -> Iterator[Launch]:
         """Yield the launches for layers with one input and one filter: sizes of 1 are constants of the compiler."""
         X, C = self.planes(MANY_ROWS, 1), aligned(self.form, self.rows(MANY_ROWS, 1))
-        for bias in (False, True):
-            layer = X, C, self.numbers(1, 1 + bias), bias
-            for product in (self.one_product, self.two_launches, self.gated_product, self.chain_product):
-                yield from product(*layer)
-            yield from self.edge_products(*layer, has_slopes=bias)
+        layer = X, C, self.numbers(1, 1 + bias), bias
+        for product in (self.one_product, self.two_launches, self.gated_product, self.chain_product):
+            yield from product(*layer)
+        yield from self.edge_products(*layer, has_slopes=bias)
 
     def columns(self) -> Iterator[Launch]:
         """Yield the launches for rows that lie along the other axis; tensor cores take copies of these."""
@@ -242,37 +239,19 @@ class CheckedLaunches:
     def pointwise(self, is_general: bool) -> Iterator[Launch]:
         for width in tiles.WIDTHS:
             for filters in (MANY_FILTERS, *FEWER_FILTERS):
-                found = configs.pointwise(self.device, self.form, self.stored, width, filters, is_general)
-                for config in found[:1]:
-                    layer = self.layer(width, filters, is_general)
-                    for atomic in (False, True) if filters == MANY_FILTERS and not is_general else (False,):
-                        options = replace(self.options, atomic=atomic)
-                        yield from pointwise.plan(*layer, self.form, self.device, options, config).launches
+                yield from self.one_product(*self.layer(width, filters, is_general))
+            if not is_general:
+                yield from self.one_product(*self.layer(width, MANY_FILTERS, is_general), is_atomic=True)
 
     def wide(self, is_general: bool) -> Iterator[Launch]:
         for N in (MANY_ROWS, tiles.FEW_ROWS):
-            pair = configs.wide(self.device, self.form, self.stored, N)[0]
-            layer = self.layer(WIDE, MANY_FILTERS, is_general, N)
-            yield from pointwise_wide.plan(*layer, self.form, self.device, self.options, pair).launches
+            yield from self.two_launches(*self.layer(WIDE, MANY_FILTERS, is_general, N))
 
     def gated(self, is_general: bool) -> Iterator[Launch]:
         for width in (*tiles.WIDTHS, WIDE):
-            X, C, V, bias = self.layer(width, MANY_FILTERS, is_general)
-            vectors = self.numbers(len(V), 2 * V.shape[1])
-            coefficients = (C, C, C if is_general else None)
-            found = configs.gated(self.device, self.form, self.stored, width, MANY_FILTERS, is_general)
-            if found:
-                plan = gated.plan(X, coefficients, vectors, bias, self.form, self.device, found[0])
-            else:
-                pair = configs.wide(self.device, self.form, self.stored, MANY_ROWS)[0]
-                plan = gated.wide_plan(X, coefficients, vectors, bias, self.form, self.device, self.options, pair)
-            yield from plan.launches
-            for filters in FEWER_FILTERS:
-                X, C, V, bias = self.layer(width, filters, is_general)
-                vectors = self.numbers(len(V), 2 * V.shape[1])
-                coefficients = (C, C, C if is_general else None)
-                for own in configs.gated(self.device, self.form, self.stored, width, filters, is_general)[:1]:
-                    yield from gated.plan(X, coefficients, vectors, bias, self.form, self.device, own).launches
+            for filters in (MANY_FILTERS, *FEWER_FILTERS):
+                yield from self.gated_product(*self.layer(width, filters, is_general))
+        yield from self.gated_product(*self.layer(WIDE, MANY_FILTERS, is_general, tiles.FEW_ROWS))
 
     def edgeconv(self, is_general: bool) -> Iterator[Launch]:
         for F in (16, 128):

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from s3d_fast.kernels import loops
+from s3d_fast.kernels import loops, ptx
 from s3d_fast.kernels.device import Device
 from s3d_fast.kernels.ptx.findings import Fault
 from s3d_fast.kernels.ptx.outline import outline
@@ -70,7 +71,7 @@ class Compiled:
     multiplies: bool  # whether it has a product
     overhead: float  # the tensor-core work of a pass of the loops over the work that the tile needs
     serialized: bool  # whether the assembler waits for every wgmma
-    misuse: str  # of shared memory, on targets that the simulator knows: what `outline` finds
+    outline: str  # what an execution in outline finds, on targets that the simulator knows
     fingerprint: str  # of what was compiled
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,18 +108,27 @@ def specialize(launch: Launch, target: Target) -> Specialized:
 
 
 def fingerprint(launch: Launch, target: Target) -> str:
-    """Return 16 hexadecimal digits that stand for everything the compiled code depends on.
+    """Return 16 hexadecimal digits that stand for everything that `Compiled` depends on.
 
     These are the source of the kernel with all functions it calls, the types, constants and alignment of its arguments,
-    the compiler's options, the GPU, and Triton's version. Triton's own key of the source contains comments and the line
-    where a function starts: an edit above a kernel changes the fingerprint, though not the code.
+    the compiler's options, the GPU, Triton's version and, where code is executed in outline, the simulator. The key of
+    the source, Triton's own, contains comments and the line where a function starts: an edit above a kernel changes the
+    fingerprint, though not the code.
     """
     seen = specialize(launch, target)
     arguments = [list(seen.signature.items()), sorted(seen.constants.items()), sorted(seen.attributes.items())]
     gpu = (target.compiler.backend, target.compiler.arch, target.compiler.warp_size)
     how = (launch.warps, launch.stages, *sorted(launch.options.items()))
-    everything = repr((launch.kernel.cache_key, arguments, *how, gpu, triton.__version__))
+    outline = _simulator() if target.name in SIMULATED else ""
+    everything = repr((launch.kernel.cache_key, arguments, *how, gpu, triton.__version__, outline))
     return hashlib.sha256(everything.encode()).hexdigest()[:16]
+
+
+@cache
+def _simulator() -> str:
+    """Return a hash of the simulator's source."""
+    files = sorted(Path(ptx.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def identity(launch: Launch, kind: str, target: Target) -> dict[str, str]:
@@ -182,12 +192,12 @@ def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
         multiplies=bool(launch.work),
         overhead=round(loops.overhead(found, launch.work), 3),
         serialized="wgmma.mma_async instructions are serialized" in code.log,
-        misuse=misuse(launch, target, code),
+        outline=outlined(launch, target, code),
     )
 
 
-def misuse(launch: Launch, target: Target, code: Assembled) -> str:
-    """Return what is wrong with the use of shared memory, from the PTX of one program; nothing for other targets."""
+def outlined(launch: Launch, target: Target, code: Assembled) -> str:
+    """Return what is wrong when one program is executed in outline; nothing for targets that the simulator misses."""
     if target.name not in SIMULATED:
         return ""
     names = [name for name, kind in specialize(launch, target).signature.items() if kind != "constexpr"]

@@ -271,7 +271,8 @@ def _listed(given: Member, form: str) -> Layer | None:
     is_odd = vectors.numel() != C.shape[1] * V.shape[-1] and C.shape[1] % MULTIPLE != 0
     if not is_listed or is_odd or scratch > current().scratch_bytes:
         return None
-    return Layer(in_planes(form, X), aligned(form, C), vectors, bias)
+    layer = Layer(in_planes(form, X), aligned(form, C), vectors, bias)
+    return layer if layer.C.stride(1) == 1 else None
 
 
 def _configs(form: str, C: Tensor, is_whole: bool, has_few_filters: bool) -> list[GroupedConfig]:

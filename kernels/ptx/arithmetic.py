@@ -157,6 +157,10 @@ def calculate(instruction: Instruction) -> Step:
         raise unknown(instruction)
     target, *sources = instruction.operands
     readers, write = [reader(source, kind) for source in sources], writer(target, kind)
+    if instruction.name in ("rcp", "rsqrt") and kind == "f64" and flushes:
+        exact = function
+        # A first guess: the low half of the result is zero.
+        function = lambda a: (exact(a).view(np.uint64) & ~np.uint64(0xFFFFFFFF)).view(np.float64)  # noqa: E731
     # Products of bfloat16 numbers may be too small for float32.
     is_wide = kind == "bf16"
     function = fused_halves if is_wide and function is fused else function

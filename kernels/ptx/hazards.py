@@ -71,6 +71,9 @@ class Hazards:
         if raced is None:
             raced = self.read_before(cells, stamp)
         self.wrote[cells] = stamp[:, None]
+        # Threads that write one number to one place: the last one does not stand for the others.
+        if (hidden := self.wrote[cells] != stamp[:, None]).any():
+            self.wrote[cells[hidden]] |= SEVERAL
         return raced
 
     def written_before(self, cells: Array, stamp: Array) -> Array | None:

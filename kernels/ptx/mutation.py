@@ -143,7 +143,7 @@ def _kinds(findings: Iterable[Finding]) -> set[tuple[str, int]]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return a tensor as bytes, so that NaN equals itself."""
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def table(found: Iterable[Mutant]) -> str:

@@ -2,17 +2,20 @@
 
 Addresses in shared memory and the descriptors of products come from the thread's number and from the launch's numbers,
 not from data. So the simulator can follow them without tensors: loads give zeros, and what depends on them is unknown.
-Where a branch depends on data, one run takes it and another does not. Loops are left after a few passes: by then every
-slot of their buffers has been read and overwritten.
+Where a branch depends on data, all threads go one way, and other runs go others. Loops are left after a few passes: by
+then every slot of their buffers has been read and overwritten.
 
 This takes a fraction of a second, and covers what the order of instructions decides: races in shared memory (copies and
-products under way included), reads of what nothing has written, and missing fences and waits.
+products under way included), reads of what nothing has written, and missing fences and waits. It does not see what is
+wrong with data only: threads of a program that part at a branch on data, or that write different data to one place.
+Instructions that it could not judge are reported: those that no run reached, and those that data decide.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ import numpy as np
 from s3d_fast.kernels.ptx.decode import WITHOUT_RESULT, Decoded, Mask, items
 from s3d_fast.kernels.ptx.execute import LARGEST_ACCESS, decoded, parameter_bytes, smallest_access
 from s3d_fast.kernels.ptx.findings import Finding
-from s3d_fast.kernels.ptx.parse import Instruction, Register, Symbol
+from s3d_fast.kernels.ptx.parse import Address, Instruction, Program, Register, Symbol
 from s3d_fast.kernels.ptx.shared import SharedMemory
 from s3d_fast.kernels.ptx.tensors import GlobalMemory
 from s3d_fast.kernels.ptx.values import UNSIGNED, Array
@@ -28,10 +31,12 @@ from s3d_fast.kernels.ptx.wave import Tally, Wave
 
 # More than twice the slots of any buffer, plus the passes that copies are ahead.
 PASSES = 10
-# Every run takes a side of a branch that none has taken before.
-MOST_RUNS = 64
+# Runs that look for ways not yet gone, those in a row that find none, and runs that go random ways.
+MOST_RUNS, IDLE_RUNS, RANDOM_RUNS = 64, 16, 8
 # Instructions whose result is data.
 GIVE_DATA = frozenset({"ldmatrix", "atom", "mma", "wgmma"})
+# A loop: the places of its start and of the branch back.
+Loop = tuple[int, int]
 
 
 def outline(ptx: str, arguments: Sequence[int | float], grid: Sequence[int], shared_memory: int) -> list[Finding]:
@@ -48,41 +53,83 @@ def outline(ptx: str, arguments: Sequence[int | float], grid: Sequence[int], sha
     """
     program, code = decoded(ptx)
     x, y, z = (*grid, 1, 1, 1)[:3]
-    tally, sides = Tally(np.zeros(len(code), np.int64)), _Sides()
+    tally, reached = Tally(np.zeros(len(code), np.int64)), set[int]()
     with np.errstate(all="ignore"):
-        for _ in range(MOST_RUNS):
+        for ways in _runs():
             shared = SharedMemory(1, shared_memory, smallest_access(program, "shared"))
             parameters = parameter_bytes(program, arguments)
             memory = _NoData([], program.constants, LARGEST_ACCESS)
-            _OutlineWave(sides, program, code, 0, [(0, 0, 0)], (x, y, z), parameters, memory, shared, tally).run()
-            if not sides.has_new():
-                break
+            wave = _OutlineWave(
+                ways, reached, program, code, 0, [(0, 0, 0)], (x, y, z), parameters, memory, shared, tally
+            )
+            wave.run()
     found = [finding for finding in tally.findings.values() if not finding.is_ambiguous]
-    unreached = [own.instruction for own, times in zip(code, tally.executed, strict=True) if not times]
-    return found + [
-        Finding("not reached in outline", program.name, own.line, own.text, (0, 0, 0), 0)
-        for own in unreached
-        if _uses_shared_memory(own)
-    ]
+    missed = [own for own in program.code if _uses_shared_memory(own) and id(own) not in reached]
+    if missed:
+        kind = f"no run reached {len(missed)} instructions, first"
+        found.append(Finding(kind, program.name, missed[0].line, missed[0].text, (0, 0, 0), 0))
+    return found
 
 
-class _Sides:
+class _Ways:
     """Which ways branches that depend on data have gone, by place in the program."""
 
     def __init__(self) -> None:
-        self.gone: defaultdict[int, set[int]] = defaultdict(set)
-        self._known = 0
+        self.taken: dict[int, list[int]] = {}  # how often each way
+        self.has_new = False
 
-    def next(self, pc: int, ways: int) -> int:
-        """Return a way that was not gone before, the first one if there is none."""
-        way = next((way for way in range(ways) if way not in self.gone[pc]), 0)
-        self.gone[pc].add(way)
+    def next(self, pc: int, ways: int, stays: int | None) -> int:
+        """Return the way that a branch goes; `stays` is the one that stays in a loop, if another leaves it."""
+        taken = self.taken.setdefault(pc, [0] * ways)
+        way = self.choose(taken, stays)
+        self.has_new |= not taken[way]
+        taken[way] += 1
         return way
 
-    def has_new(self) -> bool:
-        """Return whether a way was gone since the last call that was not gone before."""
-        before, self._known = self._known, sum(map(len, self.gone.values()))
-        return self._known > before
+    def choose(self, taken: Sequence[int], stays: int | None) -> int:
+        """Return the way that was gone least often: behind it may be branches with new ways."""
+        return taken.index(min(taken))
+
+    @property
+    def are_known(self) -> bool:
+        """Whether every branch on data that was met has gone all of its ways."""
+        return all(all(taken) for taken in self.taken.values())
+
+
+class _Straight(_Ways):
+    """Stay in loops, and always go the same way elsewhere: the first or the last."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.is_last = is_last
+
+    def choose(self, taken: Sequence[int], stays: int | None) -> int:
+        return stays if stays is not None else self.is_last * (len(taken) - 1)
+
+
+class _Random(_Ways):
+    """Go random ways; with `lingers`, stay in loops."""
+
+    def __init__(self, seed: int, lingers: bool) -> None:
+        super().__init__()
+        self.random, self.lingers = Random(seed), lingers
+
+    def choose(self, taken: Sequence[int], stays: int | None) -> int:
+        return stays if stays is not None and self.lingers else self.random.randrange(len(taken))
+
+
+def _runs() -> Iterator[_Ways]:
+    """Yield the ways of each run: until all are known, and then combinations of them. Without data, one run is all."""
+    ways, idle = _Ways(), 0
+    for _ in range(MOST_RUNS):
+        ways.has_new = False
+        yield ways
+        idle = 0 if ways.has_new else idle + 1
+        if ways.are_known or idle == IDLE_RUNS:
+            break
+    if ways.taken:
+        yield from (_Straight(False), _Straight(True))
+        yield from (_Random(seed, lingers=seed % 2 == 0) for seed in range(RANDOM_RUNS))
 
 
 class _NoData(GlobalMemory):
@@ -99,19 +146,31 @@ class _NoData(GlobalMemory):
         """Return zeros, as what was there before."""
         return np.zeros_like(values)
 
+    def begin_copy(self, wave: Wave, addresses: Array, size: int, lanes: Array) -> Array:
+        """Return no cells."""
+        return np.zeros((wave.lanes, 0), np.int64)
+
 
 class _OutlineWave(Wave):
     """One program, some of whose registers are unknown."""
 
-    def __init__(self, sides: _Sides, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.sides = sides
+    def __init__(self, ways: _Ways, reached: set[int], program: Program, *others: Any) -> None:
+        super().__init__(program, *others)
+        self.ways, self.reached = ways, reached
         self.unknown: set[int] = set()
-        self.passes: Counter[tuple[int, int]] = Counter()  # of the loop from a place to a branch
+        self.loops = [
+            (goal, pc)
+            for pc, own in enumerate(program.code)
+            if own.name == "bra" and (goal := _goal(own, program)) <= pc
+        ]
+        self.passes: Counter[Loop] = Counter()
 
     def step(self, decoded: Decoded, mask: Mask) -> None:
         """Execute an instruction, and note whether its results are known; products need not be computed."""
         instruction = decoded.instruction
+        self.reached.add(id(instruction))
+        if not _deciding(instruction).isdisjoint(self.unknown):
+            self.find("shared memory whose use data decide", mask)
         results = _results(instruction)
         if instruction.name == "mma":
             for index in results:
@@ -123,41 +182,56 @@ class _OutlineWave(Wave):
         elif mask is None:
             self.unknown.difference_update(results)
 
-    def moving(self, pc: int, decoded: Decoded, mask: Mask) -> Mask:
-        """Return which threads take a branch: all or none if it depends on data, none at the end of the last pass."""
+    def moving(self, pc: int, decoded: Decoded, mask: Mask, group: Array) -> Mask:
+        """Return which threads take a branch: all or none if it depends on data, or if it ends the last pass."""
         instruction = decoded.instruction
+        if mask is None or mask.any():
+            self.reached.add(id(instruction))
         if instruction.name not in ("bra", "brx"):
             return mask
-        is_known = decoded.sources.isdisjoint(self.unknown)
-        everyone, nobody = self.pc == pc + 1, np.zeros(self.lanes, bool)
-        *_, target = instruction.operands
-        assert isinstance(target, Symbol)
+        is_known, nobody = decoded.sources.isdisjoint(self.unknown), np.zeros(self.lanes, bool)
         if instruction.name == "brx":
             if is_known:
                 return mask
-            goals = [self.program.labels[name] for name in self.program.tables[target.name]]
-            self.pc[everyone] = goals[self.sides.next(pc, len(goals))]
+            table = instruction.operands[-1]
+            assert isinstance(table, Symbol)
+            goals = [self.program.labels[name] for name in self.program.tables[table.name]]
+            self.pc[group] = goals[self.ways.next(pc, len(goals), None)]
             return nobody
-        goal = self.program.labels[target.name]
+        goal = _goal(instruction, self.program)
         if goal <= pc:
-            return self._repeating((goal, pc), is_known, mask, instruction.guard is not None)
-        if instruction.guard is None:
-            return mask
-        ended = [loop for loop in self.passes if self.passes[loop] >= PASSES and loop[0] <= pc <= loop[1] < goal]
-        for loop in ended:
-            self.passes[loop] = 0
-        if is_known and not ended:
-            return mask
-        return everyone if ended or self.sides.next(pc, 2) else nobody
+            self.passes[goal, pc] += 1
+        taken = mask
+        if instruction.guard is not None:
+            spent = [loop for loop, passes in self.passes.items() if passes >= PASSES and loop[0] <= pc <= loop[1]]
+            if (goal, pc) in spent:
+                taken = nobody
+            elif any(end < goal for _, end in spent):
+                taken = group
+            elif not is_known:
+                taken = group if self.ways.next(pc, 2, self._staying(pc, goal)) else nobody
+        self._leave_loops(pc, goal, taken, group)
+        return taken
 
-    def _repeating(self, loop: tuple[int, int], is_known: bool, mask: Mask, can_leave: bool) -> Mask:
-        """Return which threads go back to the start of a loop; if it cannot be left here, a later branch leaves it."""
-        everyone, nobody = self.pc == loop[1] + 1, np.zeros(self.lanes, bool)
-        self.passes[loop] += 1
-        if can_leave and (self.passes[loop] >= PASSES or (is_known and mask is not None and not mask.any())):
-            self.passes[loop] = 0
-            return nobody
-        return mask if is_known else everyone
+    def _staying(self, pc: int, goal: int) -> int | None:
+        """Return whether a branch stays in a loop if it is taken (1) or if not (0); None if it leaves none."""
+        if goal <= pc:
+            return 1
+        return 0 if any(start <= pc <= end < goal for start, end in self.loops) else None
+
+    def _leave_loops(self, pc: int, goal: int, taken: Mask, group: Array) -> None:
+        """Forget the passes of loops that all threads of a group have left."""
+        is_taken = taken is None or bool((taken & group).sum() == group.sum())
+        if is_taken or not (taken is None or taken.any()):
+            place = goal if is_taken else pc + 1
+            for start, end in [loop for loop in self.passes if not loop[0] <= place <= loop[1]]:
+                del self.passes[start, end]
+
+
+def _goal(branch: Instruction, program: Program) -> int:
+    target = branch.operands[-1]
+    assert isinstance(target, Symbol)
+    return program.labels[target.name]
 
 
 def _results(instruction: Instruction) -> list[int]:
@@ -169,6 +243,20 @@ def _results(instruction: Instruction) -> list[int]:
 def _uses_shared_memory(instruction: Instruction) -> bool:
     kinds = ("cp", "wgmma", "ldmatrix", "stmatrix", "bar", "barrier")
     return instruction.name in kinds or any(part.startswith("shared") for part in instruction.parts)
+
+
+def _deciding(instruction: Instruction) -> set[int]:
+    """Return the registers that decide whether and where an instruction uses shared memory."""
+    if not _uses_shared_memory(instruction):
+        return set()
+    # The second address of a copy is one of global memory.
+    places = instruction.operands[:1] if instruction.name == "cp" else instruction.operands
+    found: list[object] = [own.base for own in places if isinstance(own, Address)]
+    if instruction.parts[:2] == ("wgmma", "mma_async"):
+        found += instruction.operands[1:3]
+    if instruction.guard is not None:
+        found.append(instruction.guard)
+    return {own.index for own in found if isinstance(own, Register)}
 
 
 def _gives_data(instruction: Instruction) -> bool:

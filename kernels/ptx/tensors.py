@@ -66,6 +66,23 @@ class GlobalMemory:
         self.writer = np.full(cells, NOBODY, np.int32)
         self.reader = np.full(cells, NOBODY, np.int32)
         self.adder = np.full(cells, NOBODY, np.int32)
+        self.copies = np.zeros(cells, np.int32)  # that are under way and read a cell
+        self.is_inside = self._insides(tensors, cells)
+
+    def _insides(self, tensors: Sequence[Tensor], cells: int) -> Array:
+        """Return which cells belong to tensors or constants: between the rows of a view may be those of another."""
+        inside: Array = np.zeros(cells * self.grain, bool)
+        for tensor in tensors:
+            if tensor.numel():
+                shape, first = _shape(tensor), tensor.data_ptr()
+                at = int(np.searchsorted(self.base[: len(self._spans)], first, "right")) - 1
+                start = int(self.start[at] + first - self.base[at])
+                sizes = [*(stride * tensor.itemsize for stride in tensor.stride()), 1]
+                view = np.lib.stride_tricks.as_strided(inside[start:], (*shape, tensor.itemsize), sizes)
+                view[...] = True
+        for start, size in list(zip(self.start, self.size, strict=True))[len(self._spans) :]:
+            inside[start : start + size] = True
+        return np.logical_and.reduce(inside.reshape(-1, self.grain), 1)
 
     def address_of_constant(self, name: str) -> int:
         """Return where constant data of the kernel lies."""
@@ -151,7 +168,29 @@ class GlobalMemory:
     def _cells(self, places: Array, size: int) -> Array:
         return (places // self.grain)[:, None] + np.arange(size // self.grain)
 
+    def begin_copy(self, wave: Wave, addresses: Array, size: int, lanes: Array) -> Array:
+        """Note that lanes (a mask) begin to copy from here; return the cells (all lanes, k), NOBODY for the others."""
+        cells = np.full((wave.lanes, size // self.grain), NOBODY)
+        if lanes.any():
+            chosen = np.flatnonzero(lanes)
+            cells[chosen] = self._cells(self.places(wave, addresses, size, chosen), size)
+            np.add.at(self.copies, cells[chosen], 1)
+        return cells
+
+    def end_copy(self, cells: Array) -> None:
+        """Note that copies from these cells have arrived."""
+        np.subtract.at(self.copies, cells[cells != NOBODY], 1)
+
+    def _check_inside(self, wave: Wave, cells: Array, chosen: Array) -> None:
+        if (bad := ~self.is_inside[cells]).any():
+            raise wave.fault("access between the rows of a tensor", int(chosen[np.argmax(bad.any(1))]))
+
+    def _check_copies(self, wave: Wave, cells: Array, chosen: Array) -> None:
+        if (bad := self.copies[cells] > 0).any():
+            wave.find_among("race: global memory written while cp.async reads it", chosen, bad)
+
     def _note_read(self, wave: Wave, cells: Array, chosen: Array) -> None:
+        self._check_inside(wave, cells, chosen)
         own = wave.number_of[chosen][:, None]
         for other, verb in ((self.writer[cells], "writes"), (self.adder[cells], "adds to")):
             if (bad := (other != NOBODY) & (other != own)).any():
@@ -162,6 +201,8 @@ class GlobalMemory:
         self._note(self.reader, cells, own)
 
     def _note_write(self, wave: Wave, cells: Array, chosen: Array) -> None:
+        self._check_inside(wave, cells, chosen)
+        self._check_copies(wave, cells, chosen)
         own = wave.number_of[chosen][:, None]
         # Noted first: two programs may write with one instruction.
         self._note(self.writer, cells, own)
@@ -180,6 +221,8 @@ class GlobalMemory:
             wave.find_among(f"race: global memory {verb} after another thread added to it, no barrier", chosen, raced)
 
     def _note_add(self, wave: Wave, cells: Array, chosen: Array) -> None:
+        self._check_inside(wave, cells, chosen)
+        self._check_copies(wave, cells, chosen)
         own = wave.number_of[chosen][:, None]
         for other, verb in ((self.writer[cells], "writes"), (self.reader[cells], "reads")):
             if (bad := (other != NOBODY) & (other != own)).any():
@@ -213,10 +256,14 @@ def _unchanged(numbers: Array) -> Array:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses from the first to behind the last byte of a tensor, with the zeros behind its rows."""
-    shape = (*tensor.shape[:-1], padded_size(tensor.shape[-1])) if is_padded(tensor) else tensor.shape
-    reach = sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
+    """Return the addresses from the first to behind the last byte of a tensor."""
+    reach = sum((size - 1) * stride for size, stride in zip(_shape(tensor), tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor with the zeros behind its rows."""
+    return (*tensor.shape[:-1], padded_size(tensor.shape[-1])) if is_padded(tensor) else tuple(tensor.shape)
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -73,7 +73,7 @@ class Wave:
         self.stamps = Stamps(len(places), self.threads, tally.epochs)
         self.program_of = self.every_lane // self.threads
         self.number_of = (first + self.program_of).astype(np.int32)
-        self.copies, self.products = Copies(self.warps), WarpgroupProducts(self.warps)
+        self.copies, self.products = Copies(self.lanes), WarpgroupProducts(self.warps)
         # No array of a register is changed in place, so that those not yet written can share one.
         unset = {bits: np.zeros(self.lanes, UNSIGNED[bits]) for bits in UNSIGNED} | {1: np.zeros(self.lanes, bool)}
         self.registers = [unset[register.bits] for register in program.registers]
@@ -217,7 +217,7 @@ class Wave:
                 self._inspect(decoded.sources, active)
             if decoded.control is not None:
                 self.pc[group] = pc + 1
-                decoded.control(self, self.moving(pc, decoded, active))
+                decoded.control(self, self.moving(pc, decoded, active, group))
                 return
             if active is None or active is mask or active.any():
                 self.step(decoded, active)
@@ -229,8 +229,8 @@ class Wave:
         assert decoded.step is not None
         decoded.step(self, mask)
 
-    def moving(self, pc: int, decoded: Decoded, mask: Mask) -> Mask:
-        """Return which threads of a mask a control instruction moves: all of them."""
+    def moving(self, pc: int, decoded: Decoded, mask: Mask, group: Array) -> Mask:
+        """Return which threads of a group a control instruction moves: those of the mask, where its guard holds."""
         return mask
 
     def _require_whole_warps(self, instruction: Instruction, active: Array) -> None:

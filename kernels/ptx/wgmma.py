@@ -122,16 +122,25 @@ def warpgroup_product(instruction: Instruction) -> Step:
         (number,) = instruction.operands
         assert isinstance(number, Immediate)
         left = int(number.text, 0)
-        return lambda wave, mask: wave.products.wait(wave, wave.warps_of(mask), left)
+        return lambda wave, mask: wave.products.wait(wave, _whole_groups(wave, mask), left)
     raise unknown(instruction)
 
 
 def _fence(wave: Wave, mask: Mask) -> None:
-    wave.products.fenced[wave.warps_of(mask)] = wave.step_number
+    wave.products.fenced[_whole_groups(wave, mask)] = wave.step_number
 
 
 def _close(wave: Wave, mask: Mask) -> None:
-    wave.products.closed[wave.warps_of(mask)] += 1
+    wave.products.closed[_whole_groups(wave, mask)] += 1
+
+
+def _whole_groups(wave: Wave, mask: Mask) -> Array:
+    """Return the warps that execute an instruction, four neighbours together."""
+    warps = wave.warps_of(mask)
+    groups = warps.reshape(-1, WARPGROUP // WARP)
+    if (partial := groups.any(1) & ~groups.all(1)).any():
+        raise wave.fault("a part of four warps executes wgmma", int(np.argmax(partial)) * WARPGROUP)
+    return warps
 
 
 @dataclass(frozen=True)
@@ -235,13 +244,10 @@ def _begin(instruction: Instruction) -> Step:
     rows, columns = GROUP + 8 * (number // 2 % 2), 8 * (number // 4) + 2 * WITHIN + number % 2
 
     def run(wave: Wave, mask: Mask) -> None:
-        warps = wave.warps_of(mask)
-        groups = warps.reshape(-1, WARPGROUP // WARP)
-        if (partial := groups.any(1) & ~groups.all(1)).any():
-            raise wave.fault("a part of four warps executes wgmma", int(np.argmax(partial)) * WARPGROUP)
-        firsts = np.flatnonzero(groups.any(1)) * WARPGROUP
+        warps = _whole_groups(wave, mask)
+        firsts = np.flatnonzero(warps.reshape(-1, WARPGROUP // WARP).any(1)) * WARPGROUP
         adding = np.broadcast_to(read_adds(wave), wave.lanes)
-        _check_registers(wave, warps, mask, accumulators if adding[wave.chosen(mask)].any() else [], fragments)
+        _check_registers(wave, warps, mask, accumulators, fragments, bool(adding[wave.chosen(mask)].any()))
         product = Product(tuple(accumulators), tuple(fragments), wave.products.closed.copy(), warps.copy())
         if A is None:
             registers = [wave.registers[index] for index in fragments]
@@ -262,11 +268,16 @@ def _begin(instruction: Instruction) -> Step:
     return run
 
 
-def _check_registers(wave: Wave, warps: Array, mask: Mask, accumulators: list[int], fragments: list[int]) -> None:
+def _check_registers(
+    wave: Wave, warps: Array, mask: Mask, accumulators: list[int], fragments: list[int], is_adding: bool
+) -> None:
     fenced = int(wave.products.fenced[warps].min())
+    if fenced < 0:
+        wave.find("wgmma before any wgmma.fence", mask)
     for index in (*accumulators, *fragments):
         name = wave.program.registers[index].name
-        wave.check_written(index, mask)
+        if is_adding or index in fragments:
+            wave.check_written(index, mask)
         step, writers = wave.last_write[index]
         if step > fenced and (wave.warps_of(writers) & warps).any():
-            wave.find(f"wgmma reads register {name} written after the last wgmma.fence", mask)
+            wave.find(f"wgmma uses register {name} written after the last wgmma.fence", mask)

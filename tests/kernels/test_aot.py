@@ -218,7 +218,7 @@ def test_small_gpus_have_configurations_that_fit(device: Device) -> None:
 GOOD = Compiled(
     kernel="pointwise", target="sm_90", dtype="bf16", config="32x64x64", registers=128, shared_memory=40000, spills=0,
     tensor_core=96, instructions=1000, loop_instructions=300, loop_barriers=4, multiplies=True, overhead=1.0,
-    serialized=False, misuse="", fingerprint="0123456789abcdef",
+    serialized=False, outline="", fingerprint="0123456789abcdef",
 )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ GOOD = Compiled(
         ({"overhead": 1.25}, "issues 1.25 times the tensor-core work"),
         ({"overhead": 1.5, "target": "gfx942"}, "issues 1.50 times the tensor-core work"),
         ({"serialized": True}, "the assembler serialized them"),
-        ({"misuse": "race: written while wgmma reads it"}, "misuses shared memory: race: written while wgmma reads it"),
+        ({"outline": "race: written while wgmma reads it"}, "is wrong in outline: race: written while wgmma reads it"),
     ],
 )
 def test_faults_are_found(change: dict[str, Any], fault: str) -> None:

@@ -356,6 +356,16 @@ def test_atomic_additions_add_up() -> None:
     torch.testing.assert_close(out, 3 * x.sum(0, keepdim=True))
 
 
+@pytest.mark.parametrize(("name", "function"), [("rcp", torch.reciprocal), ("rsqrt", torch.rsqrt)])
+def test_a_first_guess_of_float64_has_20_bits(name: str, function: Callable[[Tensor], Tensor]) -> None:
+    out, x = torch.zeros(32, dtype=torch.float64), torch.rand(32, dtype=torch.float64) + 0.1
+    load = "mul.wide.u32 %rd20, %r0, 8; add.s64 %rd21, %rd40, %rd20; add.s64 %rd22, %rd41, %rd20;"
+    body = f"{load} ld.global.b64 %rd23, [%rd22]; {name}.approx.ftz.f64 %rd24, %rd23; st.global.b64 [%rd21], %rd24;"
+    assert execute(program(body, 2), (out, x), (1,)).findings == []
+    assert (out.view(torch.int64) & 0xFFFFFFFF == 0).all()
+    torch.testing.assert_close(out, function(x), rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("places", ["[%rd40]", "[%rd0]"], ids=["one", "each"])
 def test_atomic_additions_of_float32_take_subnormal_numbers_for_zeros(places: str) -> None:
     tiny = torch.finfo(torch.float32).tiny

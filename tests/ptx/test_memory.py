@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from s3d_fast.base.padding import with_padding
 from s3d_fast.kernels.ptx import wave
 from s3d_fast.kernels.ptx.banks import passes
 from s3d_fast.kernels.ptx.execute import Launch, execute
@@ -206,11 +207,21 @@ def test_descriptors_with_an_offset_of_their_base_are_refused() -> None:
         multiplied("fence.proxy.async;", 1 << 49)
 
 
-def test_a_product_of_some_of_its_four_warps_is_refused() -> None:
+@pytest.mark.parametrize("first", ["wgmma.fence", "wgmma.mma_async", "wgmma.commit_group", "wgmma.wait_group"])
+def test_a_product_of_some_of_its_four_warps_is_refused(first: str) -> None:
     body = PRODUCT.format("fence.proxy.async;", 0)
-    leave = "setp.ge.u32 %p3, %r0, 96; @%p3 bra $END; wgmma.fence"
+    leave = f"setp.ge.u32 %p3, %r0, 96; @%p3 bra $END; {first}"
     with pytest.raises(Fault, match="a part of four warps executes wgmma"):
-        execute(program(f"{body.replace('wgmma.fence', leave)} $END:", threads=128), (), (1,), shared_memory=512)
+        execute(program(f"{body.replace(first, leave)} $END:", threads=128), (), (1,), shared_memory=512)
+
+
+def test_accumulators_are_fenced_even_if_they_are_overwritten() -> None:
+    body = PRODUCT.format("fence.proxy.async;", 0)
+    fence = "wgmma.fence.sync.aligned;"
+    without = execute(program(body.replace(fence, ""), threads=128), (), (1,), shared_memory=512)
+    assert kinds(without)[0] == "wgmma before any wgmma.fence"
+    late = execute(program(body.replace(fence, f"{fence} mov.b32 %r3, 1;"), threads=128), (), (1,), shared_memory=512)
+    assert kinds(late) == ["wgmma uses register %r3 written after the last wgmma.fence"]
 
 
 def test_a_copy_is_there_after_its_wait_and_a_barrier() -> None:
@@ -277,3 +288,53 @@ def test_executed_instructions_are_counted_by_class() -> None:
     assert launch.instructions["barrier"] == launch.instructions["global store"] == 2
     assert launch.bytes == {"st.shared": 256, "ld.shared": 256, "st.global": 256}
     assert launch.bank_conflicts == {"st.shared": 1.0, "ld.shared": 1.0}
+
+
+def test_copies_belong_to_their_threads() -> None:
+    """The wait, or the end of a group, of one thread is not that of its warp."""
+    out, x = torch.zeros(64, dtype=torch.int32), floats(64)
+    first = "and.b32 %r6, %r0, 31; setp.eq.u32 %p1, %r6, 0;"
+    reading = ["race: shared memory read while cp.async writes it"]
+    for wait in ("@%p1 cp.async.wait_group 0;", "@%p1 cp.async.wait_all;"):
+        assert kinds(launched(f"{COPY} {NEIGHBOUR} {first} {wait} bar.sync 0; {READ}", out, x)) == reading
+    some = COPY.replace("cp.async.commit_group", "@%p1 cp.async.commit_group")
+    rest = f"{NEIGHBOUR} cp.async.wait_group 0; bar.sync 0; {READ}"
+    assert kinds(launched(f"{first} {some} {rest}", out, x)) == reading
+    assert kinds(launched(f"{first} {COPY} {rest}", out, x)) == []
+
+
+def test_the_source_of_a_copy_stays_until_it_has_arrived() -> None:
+    out, x = torch.zeros(64), floats(64)
+    race = ["race: global memory written while cp.async reads it"]
+    # Another thread's part of the source, behind a barrier.
+    write = "xor.b32 %r7, %r2, 128; cvt.u64.u32 %rd9, %r7; add.s64 %rd9, %rd9, %rd41; st.global.b32 [%rd9], %r0;"
+    add = write.replace("st.global.b32 [%rd9], %r0", "red.global.add.f32 [%rd9], %r0")
+    for change in (write, add):
+        assert kinds(launched(f"{COPY} bar.sync 0; {change}", out, x)) == race
+        assert kinds(launched(f"{COPY} cp.async.wait_all; bar.sync 0; {change}", out, x)) == []
+
+
+@pytest.mark.parametrize("writer", [0, 63])
+@pytest.mark.parametrize("place", ["shared", "global"])
+def test_who_writes_what_others_write_as_well_stands_for_none_of_them(place: str, writer: int) -> None:
+    out = torch.zeros(64, dtype=torch.int32)
+    where = "[%r2]" if place == "shared" else "[%rd40]"
+    all_write = f"mov.b32 %r2, 16; mov.b32 %r3, 7; st.{place}.b32 {where}, %r3;"
+    one_writes = f"setp.eq.u32 %p1, %r0, {writer}; mov.b32 %r4, 99; @%p1 st.{place}.b32 {where}, %r4;"
+    (found,) = kinds(launched(f"{all_write} {one_writes}", out))
+    assert found.startswith(f"race: {place} memory written after")
+    assert kinds(launched(f"{all_write} bar.sync 0; {one_writes}", out)) == []
+
+
+def test_between_the_rows_of_a_view_is_outside() -> None:
+    whole = torch.zeros(8, 16)
+    view = whole[:, :8]
+    read = "shl.b32 %r1, %r0, 2; and.b32 %r1, %r1, {}; cvt.u64.u32 %rd9, %r1; add.s64 %rd9, %rd9, %rd40; {}"
+    load, store = "ld.global.b32 %r2, [%rd9];", "st.global.b32 [%rd9], 0;"
+    for access in (load, store, "red.global.add.f32 [%rd9], 0;"):
+        with pytest.raises(Fault, match="access between the rows of a tensor"):
+            launched(read.format(63, access), view)
+    assert kinds(launched(read.format(31, load), view)) == []
+    assert kinds(launched(read.format(63, load), with_padding(torch.ones(8, 3)))) == []
+    with pytest.raises(Fault, match="access between"):
+        launched(read.format(63, load), whole[:, :3])

@@ -63,6 +63,13 @@ $OUTER:"""
     assert kinds(body) == [UNORDERED_READ]
 
 
+def test_branches_inside_of_branches_are_taken_again_until_all_sides_are_known() -> None:
+    leave = "ld.global.b32 %r6, [%rd0]; setp.lt.s32 %p2, %r6, {}; @%p2 bra $END;"
+    inside = " ".join(leave.format(number) for number in range(4))
+    assert kinds(f"{WRITE} {BARRIER} {inside} {READ_NEIGHBOUR} $END:") == []
+    assert kinds(f"{WRITE} {inside} {READ_NEIGHBOUR} $END:") == [UNORDERED_READ]
+
+
 def test_every_target_of_an_indexed_branch_is_taken() -> None:
     jump = "ld.global.b32 %r4, [%rd0]; $table: .branchtargets $A, $B, $C; brx.idx %r4, $table;"
     body = f"{WRITE} {jump} $A: {BARRIER} bra $READ; $B: {BARRIER} bra $READ; $C: nop_; $READ: {READ_NEIGHBOUR}"
@@ -123,11 +130,81 @@ $END: {WRITE}"""
 
 
 def test_what_no_run_reaches_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kinds(f"bra $END; {WRITE} $END:") == ["not reached in outline"]
+    unreached = "no run reached 1 instructions, first"
+    assert kinds(f"bra $END; {WRITE} $END:") == [unreached]
+    # A guard that never holds reaches nothing.
+    assert kinds(f"setp.gt.u32 %p1, %r0, 64; {WRITE.replace('st.', '@%p1 st.')}") == [unreached]
     two_sides = f"{DATA} @%p1 bra $SECOND; bra $END; $SECOND: {WRITE} $END:"
     assert kinds(two_sides) == []
-    monkeypatch.setattr(outlines, "MOST_RUNS", 1)
-    assert kinds(two_sides) == ["not reached in outline"]
+    monkeypatch.setattr(outlines, "_runs", lambda: [outlines._Ways()])
+    assert kinds(two_sides) == [unreached]
+
+
+def test_a_jump_back_that_is_no_loop_is_taken_and_not() -> None:
+    body = f"""
+    bra $START;
+$BEFORE: {WRITE} bra $END;
+$START: {DATA} {WRITE} @%p1 bra $BEFORE;
+    {READ_NEIGHBOUR}
+$END:"""
+    assert sorted(kinds(body)) == [UNORDERED_READ]
+
+
+COMBINED = {
+    "two branches": f"{WRITE} @%p1 bra $L; {BARRIER} $L: @%p2 bra $END; {READ_NEIGHBOUR} $END:",
+    "loop left at its head": f"$LOOP: @%p1 bra $END; {WRITE} {BARRIER} {READ_NEIGHBOUR} {{0}} bra $LOOP; $END:",
+    "two sides in a loop": f"""
+        mov.b32 %r9, 0;
+        $LOOP: @%p1 bra $ELSE; {WRITE} {BARRIER} {READ_NEIGHBOUR} bra $AGAIN; $ELSE: {BARRIER}
+        $AGAIN: add.s32 %r9, %r9, 1; setp.lt.s32 %p3, %r9, 100; @%p3 bra $LOOP;""",
+}
+
+
+@pytest.mark.parametrize("body", COMBINED.values(), ids=COMBINED)
+def test_combinations_of_ways_are_tried(body: str) -> None:
+    second = "ld.global.b32 %r8, [%rd0]; setp.eq.s32 %p2, %r8, 1;"
+    found = kinds(f"{DATA} {second} {body.format('')}")
+    assert len(found) == 1
+    assert found[0] in (UNORDERED_READ, UNORDERED_WRITE)
+    if "{0}" in body:
+        assert kinds(f"{DATA} {second} {body.format(BARRIER)}") == []
+
+
+def test_threads_that_wait_behind_a_branch_do_not_move_with_others() -> None:
+    # The first warp jumps to a label right behind the branch on data that the second takes.
+    body = f"""
+    {DATA} setp.lt.u32 %p2, %r0, 32; @%p2 bra $HERE;
+    @%p1 bra $END;
+$HERE: {WRITE} {READ_NEIGHBOUR}
+$END:"""
+    assert UNORDERED_READ in kinds(body)
+
+
+def test_passes_of_an_inner_loop_are_counted_anew() -> None:
+    body = f"""
+    mov.b32 %r8, 0;
+$OUTER: mov.b32 %r9, 0;
+$INNER: setp.ge.s32 %p1, %r9, 9; @%p1 bra $OUT; {BARRIER} add.s32 %r9, %r9, 1; bra $INNER;
+$OUT: add.s32 %r8, %r8, 1; setp.eq.s32 %p2, %r8, 2; @!%p2 bra $MORE;
+    {WRITE}
+$MORE: setp.lt.s32 %p3, %r8, 5; @%p3 bra $OUTER;"""
+    assert kinds(body) == []
+
+
+BY_DATA = {
+    "guard": "@%p1 st.shared.b32 [%r2], %r0;",
+    "address": "and.b32 %r4, %r4, 3; shl.b32 %r4, %r4, 2; st.shared.b32 [%r4], %r0;",
+    "copy": "shl.b32 %r4, %r4, 2; cp.async.ca.shared.global [%r4], [%rd0], 4;",
+}
+
+
+@pytest.mark.parametrize("body", BY_DATA.values(), ids=BY_DATA)
+def test_accesses_that_data_decide_are_not_called_right(body: str) -> None:
+    assert "shared memory whose use data decide" in kinds(f"{DATA} shl.b32 %r2, %r0, 2; {body}")
+    # What is stored, and where a copy comes from, may be data.
+    source = "mul.wide.s32 %rd9, %r4, 4; add.s64 %rd9, %rd9, %rd0;"
+    copy = "cp.async.ca.shared.global [%r2], [%rd9], 4;"
+    assert kinds(f"{DATA} shl.b32 %r2, %r0, 2; st.shared.b32 [%r2], %r4; {BARRIER} {source} {copy}") == []
 
 
 # The compiler overlaps the second product with the next pass, and copies the tile after the next into the third buffer:
