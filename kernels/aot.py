@@ -138,16 +138,20 @@ def _compile(job: Job) -> Compiled | str:
 
 
 def table(compiled: Sequence[Compiled]) -> str:
-    """Return the compiled kernels as a Markdown table."""
+    """Return the compiled kernels as a Markdown table; sizes of layers may differ where names and tiles do not."""
     lines = [
         "| kernel | rows | target | tile | registers | shared memory | instructions | loop | barriers | work |",
         "|---|---|---|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for item in sorted(compiled, key=lambda item: (item.kernel, item.dtype, list(TARGETS).index(item.target))):
-        cells = (
-            item.kernel, item.dtype, item.target, item.config, item.registers, item.shared_memory, item.instructions,
-            item.loop_instructions, item.loop_barriers, f"{item.overhead:.2f}" if item.overhead else "",
-        )  # fmt: skip
+    alike: dict[tuple[str, str, int, str], list[Compiled]] = {}
+    for item in compiled:
+        key = item.kernel, item.dtype, list(TARGETS).index(item.target), item.config
+        alike.setdefault(key, []).append(item)
+    for (kernel, dtype, target, config), own in sorted(alike.items()):
+        names = ("registers", "shared_memory", "instructions", "loop_instructions", "loop_barriers")
+        numbers = [max(getattr(item, name) for item in own) for name in names]
+        work = max(item.overhead for item in own)
+        cells = (kernel, dtype, list(TARGETS)[target], config, *numbers, f"{work:.2f}" if work else "")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 

@@ -57,11 +57,11 @@ class Config:
         """Return this configuration of launch 1 of `pointwise_wide` with half the filters: each has two products.
 
         Rows that lie along the other axis take more registers. A product needs 16 filters: tiles that have no more get
-        half the depth.
+        the least depth.
         """
         rows = self.rows // 2 if is_by_columns else self.rows
         if self.filters <= 16:
-            return replace(self, rows=max(16, rows), depth=self.depth // 2)
+            return replace(self, rows=max(16, rows), depth=16)
         return replace(self, rows=rows, filters=self.filters // 2)
 
     def for_gathers(self) -> Config:
@@ -278,7 +278,7 @@ WIDE: dict[tuple[str, str], tuple[tuple[Config, Config], ...]] = {
     ("nvidia", "fp32"): ((Config(128, 128, 16, 8, 3), Config(128, 128, 16, 8, 3)),),
     ("blackwell", "fp32"): ((Config(128, 64, 16, 8, 3), Config(128, 64, 16, 8, 3)),),
     ("nvidia", "bf16"): ((Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
-    ("blackwell", "bf16"): ((Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 3)),),
+    ("blackwell", "bf16"): ((Config(128, 64, 32, 8, 3), Config(128, 64, 32, 8, 3)),),
     ("hopper", "bf16"): (
         (Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 3)),
         (Config(128, 128, 32, 8, 3), Config(128, 128, 32, 8, 3)),

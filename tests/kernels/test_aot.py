@@ -39,13 +39,16 @@ UPDATE = "run python -m s3d_fast.kernels.aot --update docs/gpu.json && python do
 RENEW = "run python -m s3d_fast.kernels.aot --json docs/gpu.json && python docs/make_gpu.py"
 
 
-def run_aot(*arguments: str) -> str:
-    """Run the command in a process of its own: in this one kernels are interpreted."""
+def run_python(*arguments: str) -> str:
+    """Run Python in a process of its own: in this one kernels are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "s3d_fast.kernels.aot", *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
+
+
+def run_aot(*arguments: str) -> str:
+    return run_python("-m", "s3d_fast.kernels.aot", *arguments)
 
 
 def compile_anew(folder: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -110,6 +113,27 @@ def test_everything_compiles_to_what_the_table_says(committed: list[dict[str, An
     assert list(map(identity, committed)) == list(map(identity, compiled))
     if IS_PINNED:
         assert committed == compiled, RENEW
+
+
+# In another process: in this one kernels are interpreted, and have no signature.
+DIFFERENT = """
+import sys
+from s3d_fast.kernels.checked import CheckedLaunches
+from s3d_fast.kernels.compiled import TARGETS, fingerprint
+
+target = TARGETS[sys.argv[1]]
+checked = CheckedLaunches(target, sys.argv[2])
+everything = {fingerprint(launch, target) for launch in checked._all()}
+assert len(everything) > 100
+assert everything == {fingerprint(launch, target) for launch in checked}
+for variant in ("general", "tuned", "two vectors", "of one", "of one, bias"):
+    assert any(launch.name.endswith(f", {variant}") for launch in checked), variant
+"""
+
+
+@pytest.mark.parametrize(("target", "kind"), [("sm_90", "bf16"), ("gfx942", "fp32")])
+def test_no_variant_is_taken_for_another(target: str, kind: str) -> None:
+    run_python("-c", DIFFERENT, target, kind)
 
 
 KERNEL = """

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from s3d_fast.backends import operations
 from s3d_fast.kernels import configs, device, launch, pointwise, pointwise_wide, tiles
-from s3d_fast.kernels.aligned import is_near
-from s3d_fast.kernels.options import triton_options
+from s3d_fast.kernels.aligned import aligned, copied_at_once, is_near
+from s3d_fast.kernels.options import TritonOptions, triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.kernels.tiles import Config
 from s3d_fast.maths import reference
@@ -100,6 +100,19 @@ def test_rows_are_near_up_to_where_offsets_leave_32_bits() -> None:
     assert is_near(rows((300, 65), 1, (most - 255) // 64))
     assert not is_near(rows((300, 65), 1, (most - 255) // 64 + 1))
     assert not is_near(rows((2, 2), 2, 1), rows((2, 2), 2**31, 1))
+
+
+def test_rows_that_are_far_even_as_a_copy_are_refused() -> None:
+    X = torch.empty(2, 2**23 + 1, device="meta")
+    with pytest.raises(ValueError, match="take rows of at most 8388608 columns, got 8388609"):
+        aligned("ieee", X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_far_samples_are_copied_within_the_scratch_memory(dtype: torch.dtype) -> None:
+    far = torch.empty_strided((64, 16, 3), (2**28, 2**24, 1), dtype=dtype, device="meta")
+    assert copied_at_once("ieee", far, TritonOptions(scratch_bytes=10 * 16 * 16 * dtype.itemsize)) == 10
+    assert copied_at_once("ieee", torch.zeros(64, 16, 3, dtype=dtype), TritonOptions(scratch_bytes=1)) == 64
 
 
 @every_family

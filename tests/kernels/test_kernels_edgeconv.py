@@ -15,6 +15,7 @@ from s3d_fast import EdgeConvOperator
 from s3d_fast.backends import operations
 from s3d_fast.backends.choice import choose
 from s3d_fast.kernels import configs, edgeconv, launch, pointwise_wide, tiles
+from s3d_fast.kernels.aligned import is_near
 from s3d_fast.kernels.options import triton_options
 from s3d_fast.maths import reference
 from s3d_fast.maths.incoming import Incoming, incoming_edges
@@ -81,12 +82,18 @@ def test_atomic_sums_of_sizes_of_zero_are_zero(zero: str) -> None:
 
 
 @every_way
-def test_entries_may_be_so_far_apart_that_offsets_leave_32_bits(atomic: bool) -> None:
-    X, winner, C, V = tensors_of(EdgeCase(1, 2, 2, 2, 2, torch.float16))
-    for strides in ((0, 2**24, 1), (0, 1, 2**31)):
-        far = [with_strides(x, strides) for x in (X, C)]
-        with triton_options(atomic=atomic):
-            assert_product(far[0], winner, far[1], V, label=strides)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_points_may_be_so_far_apart_that_offsets_leave_32_bits(
+    dtype: torch.dtype, atomic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = recorded(monkeypatch, edgeconv, "point_products_kernel")
+    X, winner, C, V = tensors_of(EdgeCase(1, 256, 2, 2, 2, dtype))
+    far = [with_strides(x, (0, 2**31 // 255 + 1, 1)) for x in (X, C)]
+    with triton_options(atomic=atomic):
+        assert_product(far[0], winner, C, V)
+        assert_product(X, winner, far[1], V)
+    assert len(launches) == 4
+    assert all(is_near(entry.arguments[name]) for entry in launches for name in ("X", "C"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=["fp64", "fp32", "bf16"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from s3d_fast.backends.choice import choose
 from s3d_fast.kernels import configs, grouped, launch, pointwise, pointwise_wide, tables
+from s3d_fast.kernels.aligned import is_near
 from s3d_fast.kernels.compiled import TARGETS
 from s3d_fast.kernels.device import INTERPRETER
 from s3d_fast.kernels.options import triton_options
@@ -64,12 +65,18 @@ def assert_products(layers: Sequence[Layer], label: object = "") -> list[Tensor]
     return assert_agrees(choose("triton"), "splitting_matvec_grouped", label=label, **arguments_of(layers))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-@pytest.mark.parametrize("stride", [2**23, 2**24])
-def test_rows_may_be_far_apart(stride: int, dtype: torch.dtype) -> None:
-    X, C, V, bias = layer_of(RowsCase(2, 3, 2, dtype))
-    far, far_too = (with_strides(own, (stride, 1)) for own in (X, C))
-    assert_products([(far, C, V, bias), (X, far_too, V, bias), (X, C, V, bias)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=["fp16", "fp32", "fp64"])
+def test_rows_may_be_far_apart(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[grouped.Layer] = []
+    make_table = grouped.make_table
+    monkeypatch.setattr(grouped, "make_table", lambda layers, *rest: listed.extend(layers) or make_table(layers, *rest))
+    # The last row of a tile is more than 2^31 entries behind the first one.
+    X, C, V, bias = layer_of(RowsCase(256, 3, 2, dtype))
+    far, far_too = (with_strides(own, (2**31 // 255 + 1, 1)) for own in (X, C))
+    by_columns = with_strides(C, (1, 256))
+    assert_products([(far, C, V, bias), (X, far_too, V, bias), (X, C, V, bias), (far, by_columns, V, bias)])
+    assert listed
+    assert all(is_near(layer.X, layer.C) and layer.C.stride(1) == 1 for layer in listed)
 
 
 def test_layers_of_one_kind_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
