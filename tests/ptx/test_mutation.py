@@ -14,6 +14,8 @@ TARGETS = ("sm_80", "sm_90")
 # Kernels with all kinds of ordering, which `make test` mutates; the longer run takes every family.
 SHORT = (("pointwise 64", "bf16"), ("wide", "bf16"), ("edgeconv", "bf16"), ("krylov", "fp32"), ("tridiagonal", "fp32"))
 LONG = tuple((name, dtype) for name, call in SMALL.items() for dtype in call.dtypes[-2:] if (name, dtype) not in SHORT)
+# Kernels that do what a table says: the outline also takes ways that a call does not.
+BY_TABLE = {"split_layers_kernel", "grouped_kernel", "sum_layers_kernel", "extend_kernel"}
 # Of these a few must be reported in each kernel: what the simulator must not overlook.
 NEEDED = {
     ("sm_80", "pointwise 64", "bf16"): {"bar.sync": 3, "cp.async.wait_group": 1},
@@ -46,7 +48,10 @@ def assert_found_in_outline(
         if "global memory" in mutant.reason or mutant.reason == "not executed in this case":
             continue
         own = without[mutant.kernel, mutant.line]
-        assert bool(own) == (mutant.outcome == "reported"), (mutant, own)
+        if mutant.outcome == "reported":
+            assert own, mutant
+        elif mutant.kernel not in BY_TABLE:
+            assert not own, (mutant, own)
 
 
 @pytest.mark.parametrize("target", TARGETS)
