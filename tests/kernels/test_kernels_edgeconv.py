@@ -216,7 +216,7 @@ def test_tuning_times_every_configuration_once_and_keeps_the_fastest(
         timed.append(call())
         return float(len(timed) != 1 + fastest)
 
-    pretend(monkeypatch, "nvidia")
+    pretend(monkeypatch, "amd")
     monkeypatch.setattr(launch, "_seconds", seconds)
     launches = recorded(monkeypatch, edgeconv, "point_products_kernel")
     X, winner, C, V = tensors_of(EdgeCase(2, 40, 6, 4, 5, torch.float32))
