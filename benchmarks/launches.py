@@ -258,7 +258,7 @@ def touched(launch: Recorded, stored: torch.dtype) -> list[tuple[int, int, bool]
     """Return the tensors that a launch reads and writes: address, bytes, and whether it writes them."""
     a, name = launch.arguments, launch.name
     if name in READS:
-        found = [_whole(a[own], False) for own in READS[name](a)]
+        found = [_whole(_read_rows(a, own), False) for own in READS[name](a)]
     elif name == "sum_layers_kernel":
         found = [_whole(a["partial"], False)]
     else:
@@ -274,6 +274,15 @@ def touched(launch: Recorded, stored: torch.dtype) -> list[tuple[int, int, bool]
         if vectors == "planes":
             found.append(_whole(a["planes"], False))
     return found + [_whole(a[own], True) for own in WRITES[name](a)]
+
+
+def _read_rows(arguments: dict[str, Any], name: str) -> Tensor:
+    """Return the part of a tensor that a launch reads: of tensors with all rows, those of a chunk."""
+    tensor = arguments[name]
+    if "begin" not in arguments or name not in ("X", "C", "U"):
+        return tensor
+    begin, end = arguments["begin"], arguments["end"]
+    return tensor[..., : end - begin, :] if name == "U" else tensor[..., begin:end, :]
 
 
 def row_bytes(form: str, stored: torch.dtype) -> int:

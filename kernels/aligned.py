@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from s3d_fast.base.padding import MULTIPLE, is_padded, padded_size, same_rows, with_padding, without_padding
-from s3d_fast.kernels.launch import Launch, on_device
+from s3d_fast.kernels.launch import Launch, on_device, part_size
 from s3d_fast.kernels.options import TritonOptions
 from s3d_fast.kernels.products import row_storage, split_launch
 
@@ -116,7 +116,7 @@ def copied_at_once(form: str, X: Tensor, options: TritonOptions) -> int:  # (sam
     """Return how many samples of X may be copied for products of this form at once; all if none must be copied."""
     if ready_planes(form, X) is not None or X.numel() == 0:
         return len(X)
-    return max(1, options.scratch_bytes // _copy_bytes(row_storage(form, X.dtype), X[:1]))
+    return part_size(len(X), max(1, options.scratch_bytes // _copy_bytes(row_storage(form, X.dtype), X[:1])))
 
 
 def split_rows(form: str, X: Tensor) -> tuple[Launch, Tensor]:  # (N, D)
@@ -177,7 +177,7 @@ def by_aligned_rows(
     count, dtype = row_storage(form, X.dtype)
     sizes = [count * dtype.itemsize * padded_size(X.shape[1])]
     sizes += [own.itemsize * padded_size(own.shape[1]) for own in coefficients]
-    rows = max(LEAST_ROWS, options.scratch_bytes // sum(sizes))
+    rows = part_size(len(X), max(LEAST_ROWS, options.scratch_bytes // sum(sizes)))
     parts = X.split(rows) if known is None else [same_rows(own, known) for own in known.split(rows, 1)]
     total = None
     for x, *own in zip(parts, *(C.split(rows) for C in coefficients), strict=True):

@@ -176,7 +176,7 @@ def plan(
     images, m_row = C[0].shape[0], padded_size(F)
     sizes = [own.shape[1] * own.shape[2] for own in C]
     per_image = m_row * (V.itemsize * sum(sizes) + count * dtype.itemsize * sizes[0])
-    chunk = min(images, max(1, options.scratch_bytes // per_image))
+    chunk = launch.part_size(images, max(1, options.scratch_bytes // per_image))
     maps = [V.new_empty(chunk * size, m_row) for size in sizes]
     U = product_memory(form, chunk * sizes[0], F, V)
     per_slice, slices = slices_of(X, chunk * sizes[0], F, accumulate, device)

@@ -21,7 +21,7 @@ from s3d_fast.base.padding import MULTIPLE, padded_size
 from s3d_fast.kernels import configs, launch, pointwise, pointwise_wide
 from s3d_fast.kernels.aligned import aligned, in_planes, is_near, is_whole, ready_planes
 from s3d_fast.kernels.device import Device, describe
-from s3d_fast.kernels.launch import Launch, Plan
+from s3d_fast.kernels.launch import Launch, Plan, slices_added
 from s3d_fast.kernels.options import current
 from s3d_fast.kernels.pointwise import fused_rows, store_sums
 from s3d_fast.kernels.products import (
@@ -164,17 +164,22 @@ def grouped_kernel(
 
 
 @triton.jit(do_not_specialize=["layers"])
-def sum_layers_kernel(table, partial, out, layers, BIAS: tl.constexpr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = sum over the slices, in their order, of partial[slice], for each layer."""
+def sum_layers_kernel(
+    table,
+    partial,
+    out,
+    layers,
+    BIAS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = sum over the slices of partial[slice], for each layer."""
     row = layer_of(table, tl.program_id(0), layers, FIRST_SUM, ROW, LAYERS)
     size = tl.load(row + F_) * (tl.load(row + D_) + BIAS)
     i = (tl.program_id(0) - tl.load(row + FIRST_SUM)) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    where = partial + tl.load(row + PARTIAL) + i
-    total = tl.zeros((BLOCK,), out.dtype.element_ty)
-    for _ in range(tl.load(row + SLICES)):
-        total += tl.load(where, mask=inside, other=0.0)
-        where += size
+    total = slices_added(partial + tl.load(row + PARTIAL) + i, inside, size, tl.load(row + SLICES), AT_ONCE, BLOCK)
     tl.store(out + tl.load(row + OUT) + i, total, mask=inside)
 
 
@@ -348,7 +353,7 @@ def plan(layers: Sequence[Layer], table: Table, form: str, device: Device, confi
     )  # fmt: skip
     sums = Launch(
         "grouped, sums", sum_layers_kernel, (table.sums,),
-        dict(common, partial=partial, out=out, BLOCK=launch.SUM_BLOCK),
+        dict(common, partial=partial, out=out, AT_ONCE=launch.SUM_SLICES, BLOCK=launch.SUM_BLOCK),
         launch.SUM_WARPS,
     )  # fmt: skip
     return Plan([split, tiles, sums], out)

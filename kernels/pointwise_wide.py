@@ -296,11 +296,11 @@ def accumulate_launches(
 def chunk_rows(
     form: str, rows: int, columns: int, number: torch.dtype, pair: tuple[Config, Config], options: TritonOptions
 ) -> int:
-    """Return how many rows of U the scratch memory holds: all, or a multiple of the rows of a tile."""
+    """Return how many rows of U are made at once: all, or as many as the scratch memory holds, in even parts."""
     planes, dtype = factor_storage(form, number)
     block = max(pair[0].rows, pair[1].depth)
     most = options.scratch_bytes // (planes * dtype.itemsize * padded_size(columns))
-    return rows if most >= rows else max(block, most // block * block)
+    return launch.part_size(rows, most, block)
 
 
 def project_launch(

@@ -21,7 +21,7 @@ from s3d_fast.kernels.options import TritonOptions, triton_options
 from s3d_fast.kernels.products import product_form
 from s3d_fast.kernels.tiles import Config
 from s3d_fast.maths import reference
-from tests.cases import DTYPES, TOLERANCE, RowsCase, doubles, random_vectors, relative_error
+from tests.cases import DTYPES, TOLERANCE, RowsCase, doubles, random_tensor, random_vectors, relative_error
 from tests.kernel_cases import (
     ARITHMETIC,
     GPUS,
@@ -45,6 +45,28 @@ FAMILIES: dict[str, Matvec] = {
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 KERNELS = {"fused": (pointwise, "fused_kernel"), "wide": (pointwise_wide, "accumulate_kernel")}
+
+
+@pytest.mark.parametrize("slices", [2, launch.SUM_SLICES, launch.SUM_SLICES + 1, 2 * launch.SUM_SLICES + 7])
+@every_dtype
+def test_sums_of_slices(dtype: torch.dtype, slices: int) -> None:
+    number = torch.float64 if dtype == torch.float64 else torch.float32
+    for size in (1, launch.SUM_BLOCK, launch.SUM_BLOCK + 1):
+        partial = random_tensor(slices, size, dtype=number)
+        total = launch.summed([], partial).run()
+        assert relative_error(total, partial.double().sum(0)) < TOLERANCE[number], (slices, size)
+        assert torch.equal(launch.summed([], partial).run(), total)
+
+
+def test_parts_are_even() -> None:
+    for total, most, step in product((1, 7, 64, 100, 1001), (1, 6, 63, 64, 500), (1, 4, 64)):
+        size = launch.part_size(total, most, step)
+        parts = math.ceil(total / size)
+        assert size <= max(step, most) or size == total <= most, (total, most, step)
+        assert size == total or size % step == 0, (total, most, step)
+        # No other number of parts that fits is smaller, and the last part lacks less than a step for each part.
+        assert parts == 1 or parts == math.ceil(total / max(step, most // step * step)), (total, most, step)
+        assert parts * size - total < parts * step, (total, most, step)
 
 
 @every_dtype

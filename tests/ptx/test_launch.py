@@ -54,12 +54,33 @@ def test_processors_determine_the_programs(compiled: Callable[..., dict[str, Any
     assert few[0] * few[1] < many[0] * many[1]
 
 
+def sums(target: str, size: int) -> float:
+    """Return the error of a sum over more slices than are read at once."""
+    from s3d_fast.kernels import launch
+
+    torch.manual_seed(0)
+    partial = torch.randn(2 * launch.SUM_SLICES + 7, size)
+    with simulated(target) as report:
+        total = launch.summed([], partial).run()
+    report.require_clean()
+    return float((total - partial.double().sum(0)).abs().max())
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_sums_over_many_slices(target: str, compiled: Callable[..., float]) -> None:
+    for size in (1, 64, 131):
+        assert compiled(sums, target, size) < 1e-5, size
+
+
 def edited() -> list[str]:
-    """Return what is found if every barrier becomes one of a warp."""
+    """Return what is found if every barrier of a kernel becomes one of a warp."""
     from s3d_fast.backends.triton import TRITON
 
+    def without_barriers(name: str, ptx: str) -> str:
+        return ptx.replace("bar.sync \t0;", "bar.warp.sync -1;") if name == "fused_kernel" else ptx
+
     X, C, V = torch.ones(128, 64).bfloat16(), torch.ones(128, 32).bfloat16(), torch.ones(32, 64)
-    with simulated("sm_80", edit=lambda name, ptx: ptx.replace("bar.sync \t0;", "bar.warp.sync -1;")) as report:
+    with simulated("sm_80", edit=without_barriers) as report:
         TRITON.splitting_matvec(X=X, C=C, V=V, bias=False)
     with pytest.raises(AssertionError, match="race: shared memory"):
         report.require_clean()
