@@ -119,7 +119,7 @@ class CheckedLaunches:
     def one_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, is_atomic: bool = False) -> Iterator[Launch]:
         """Yield the launches of S v of plain rows, by one launch if they are narrow enough, else by two."""
         width = power_of_two(X.shape[2], tiles.WIDTHS[0], 1 << 30)
-        found = configs.pointwise(self.device, self.form, self.stored, width, len(V), bias)
+        found = configs.pointwise(self.device, self.form, self.stored, width, len(V), bias, is_atomic)
         if found:
             options = replace(self.options, atomic=is_atomic)
             yield from pointwise.plan(X, C, V, bias, self.form, self.device, options, found[0]).launches

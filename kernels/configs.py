@@ -51,12 +51,14 @@ def _tiles(entry: Tiles, device: Device, form: str, width: int, filters: int) ->
 
 
 def pointwise(
-    device: Device, form: str, stored: torch.dtype, width: int, filters: int, bias: bool = False
+    device: Device, form: str, stored: torch.dtype, width: int, filters: int, bias: bool = False, atomic: bool = False
 ) -> list[Config]:
     """Return the configurations for a layer that fit the device, the default one first; none if it is too wide."""
     found = _tiles(_entry(tiles.POINTWISE, device, arithmetic(form, stored)), device, form, width, filters)
     if bias:
         found = list(dict.fromkeys(own.for_row_sums() for own in found))
+    if atomic and device.vendor == "nvidia":
+        found = list(dict.fromkeys(own.for_atomic_sums() for own in found))
     return [own for own in found if fused_memory(own, device, form, stored, 1) <= device.shared_memory]
 
 
@@ -102,6 +104,20 @@ def compiler_options(device: Device, config: Config | GroupedConfig) -> dict[str
     if device.vendor != "amd" or (isinstance(config, Config) and config.has_large_tiles):
         return {}
     return {"matrix_instr_nonkdim": 16}
+
+
+def coefficient_parts(config: Config, device: Device, stored: torch.dtype) -> int:
+    """Return how many parts a fused kernel's tile of coefficients is cut into (`coefficients`); 0 if it is not cut."""
+    if not config.turned or stored.itemsize != 2 or device.vendor == "amd" or device.has_tensor_memory:
+        return 0
+    if device.vendor == "interpreter":
+        return max(1, config.rows // 32)
+    # In these tiles the compiler lets warps share out the rows, not the filters; a wgmma has a part of the filters.
+    is_by_wgmma = device.family == "hopper" and config.warps >= 4
+    if not is_by_wgmma and max(config.rows, config.depth) > config.filters:
+        return 0
+    parts = max(1, config.rows * config.filters * stored.itemsize // (16 * 32 * config.warps))
+    return parts if parts in (1, 2, 4) and config.rows // parts >= 8 else 0
 
 
 def _bound(device: Device, kept: Sequence[int], buffered: Sequence[int], stages: int, epilogue: int = 0) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
 from s3d_fast.kernels.aligned import by_aligned_rows, is_aligned, is_whole
+from s3d_fast.kernels.coefficients import coefficient_offsets, load_coefficients
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, loadable, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
@@ -77,6 +78,7 @@ def gated_kernel(
     WHOLE: tl.constexpr,  # whether X and the coefficients can be loaded up to a multiple of 16 columns
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
+    PARTS: tl.constexpr,  # of a tile of coefficients
     BN: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
@@ -104,38 +106,42 @@ def gated_kernel(
         start = first_filter.to(tl.int64) * pitch
     a = load_planes(a_planes + start, plane, v_tile, inside_v, factor_planes(FORM))
     b = load_planes(b_planes + start, plane, v_tile, inside_v, factor_planes(FORM))
-    column = f if K == 1 else f % M
     x_tile = tile_offsets(r, x_row, d, x_column)
-    c11_tile = tile_offsets(r, c11_row, column, c11_column)
-    c12_tile = tile_offsets(r, c12_row, column, c12_column)
-    c22_tile = tile_offsets(r, c22_row, column, c22_column)
+    c11_tile, c_rows, inside_c = coefficient_offsets(
+        c11, first_filter, F, M, c11_row, c11_column, K, WHOLE, PARTS, BN, BM
+    )
+    c12_tile, _, _ = coefficient_offsets(c12, first_filter, F, M, c12_row, c12_column, K, WHOLE, PARTS, BN, BM)
+    c22_tile = c12_tile
+    if FULL:
+        c22_tile, _, _ = coefficient_offsets(c22, first_filter, F, M, c22_row, c22_column, K, WHOLE, PARTS, BN, BM)
     # No program is without rows: the assembler then sees no path on which sums are defined a second time.
     tl.assume(first < last)
-    inside_x, inside_c = d < loadable(D, WHOLE), f < loadable(F, WHOLE)
+    inside_x = d < loadable(D, WHOLE)
     a_total, b_total = tl.zeros((BM, BD), number), tl.zeros((BM, BD), number)
     # Rows are added up after the loop: warps would have to wait for each other in every pass.
     a_ones = tl.zeros((BN, BM) if ACROSS else (BM, BN), number)
     b_ones = a_ones
     for begin in range(first, last, BN):
-        inside_n = r < last - begin
-        inside = inside_n[:, None] & inside_c[None, :]
-        within = inside_n[:, None] & inside_x[None, :]
-        x = load_planes(X + begin * x_row, x_plane, x_tile, within, row_planes(FORM))
-        own_a = tl.load(c11 + begin * c11_row + c11_tile, mask=inside, other=0.0)
-        mixed = tl.load(c12 + begin * c12_row + c12_tile, mask=inside, other=0.0)
+        rows = last - begin
+        inside = (r < rows)[:, None] & inside_x[None, :]
+        x = load_planes(X + begin * x_row, x_plane, x_tile, inside, row_planes(FORM))
+        own_a = load_coefficients(
+            c11 + begin * c11_row, c11_tile, c_rows, inside_c, rows, c11_row, one, not ACROSS, PARTS, BN, BM
+        )
+        mixed = load_coefficients(
+            c12 + begin * c12_row, c12_tile, c_rows, inside_c, rows, c12_row, one, not ACROSS, PARTS, BN, BM
+        )
         own_b = mixed
         if FULL:
-            own_b = tl.load(c22 + begin * c22_row + c22_tile, mask=inside, other=0.0)
+            own_b = load_coefficients(
+                c22 + begin * c22_row, c22_tile, c_rows, inside_c, rows, c22_row, one, not ACROSS, PARTS, BN, BM
+            )
         if ACROSS:
             p = product(x, a, tl.zeros((BN, BM), number), FORM)
             q = product(x, b, tl.zeros((BN, BM), number), FORM)
         else:
             p = product(a, transposed(x), tl.zeros((BM, BN), number), FORM)
             q = product(b, transposed(x), tl.zeros((BM, BN), number), FORM)
-            if one is not None:
-                scale = (tl.zeros((), tl.float32) + one).to(mixed.dtype)
-                own_a, mixed, own_b = own_a * scale, mixed * scale, own_b * scale
-            own_a, mixed, own_b = tl.trans(own_a), tl.trans(mixed), tl.trans(own_b)
         if BIAS:
             p = plus(p, a_bias[None, :] if ACROSS else a_bias[:, None], one)
             q = plus(q, b_bias[None, :] if ACROSS else b_bias[:, None], one)
@@ -274,8 +280,9 @@ def plan(
     per_slice, slices = launch.share_rows(N, blocks, config.rows, device, config.warps)
     out = V.new_empty(slices, *V.shape)
     arguments = dict(
-        common, out=out, N=N, rows_per_slice=per_slice, one=launch.hidden_one(device), BN=config.rows,
-        BM=config.filters, BD=config.depth,
+        common, out=out, N=N, rows_per_slice=per_slice, one=launch.hidden_one(device),
+        PARTS=configs.coefficient_parts(config, device, c[0].dtype), BN=config.rows, BM=config.filters,
+        BD=config.depth,
     )  # fmt: skip
     work = (4 * PRODUCTS[form] * config.rows * config.filters * config.depth,)
     grid = (blocks, slices)

@@ -117,7 +117,7 @@ def grouped_kernel(
     ACROSS: tl.constexpr,
     LAYERS: tl.constexpr,
     PRESENT: tl.constexpr,  # bit i is set if there are layers of the i-th width
-    TILES: tl.constexpr,  # rows and filters of a tile and whether it is turned, by width
+    TILES: tl.constexpr,  # rows, filters, whether it is turned, and the parts of C's tile, by width
 ):
     """partial = ((X V^T) * C)^T X for each tile of all layers: a block of filters and a slice of the rows."""
     number = partial.dtype.element_ty
@@ -147,18 +147,19 @@ def grouped_kernel(
     last = tl.minimum(first + tl.load(row + PER_SLICE), tl.load(row + N_))
     out = partial + tl.load(row + PARTIAL) + slice_index * F * (D + BIAS)
     width = tl.load(row + WIDTH).to(tl.int32)
-    for i in tl.static_range(len(TILES) // 3):
+    for i in tl.static_range(len(TILES) // 4):
         # The outer condition is known at compile time, the inner one is not.
         if (PRESENT >> i) % 2 == 1:  # noqa: SIM102
             if width == i:
-                BN: tl.constexpr = TILES[3 * i]
-                BM: tl.constexpr = TILES[3 * i + 1]
-                TURNED: tl.constexpr = TILES[3 * i + 2]
+                BN: tl.constexpr = TILES[4 * i]
+                BM: tl.constexpr = TILES[4 * i + 1]
+                TURNED: tl.constexpr = TILES[4 * i + 2]
+                PARTS: tl.constexpr = TILES[4 * i + 3]
                 BD: tl.constexpr = 16 << i
                 first_filter = (local % blocks) * BM
                 total, bias_total = fused_rows(
                     X, C, V, parts, first, last, first_filter, D, F, M, x_plane, x_row, 1, c_row, 1, D + BIAS, plane,
-                    pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, BN, BM, BD,
+                    pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, PARTS, BN, BM, BD,
                 )  # fmt: skip
                 store_sums(out, total, bias_total, first_filter, D, F, BIAS, False, BM, BD)
 
@@ -340,6 +341,10 @@ def plan(layers: Sequence[Layer], table: Table, form: str, device: Device, confi
         for i, own in enumerate(config.configs)
         if _PRESENT[kind] >> i & 1
     ]
+    sizes = [
+        (own.rows, own.filters, own.turned, configs.coefficient_parts(own, device, first.C.dtype))
+        for own in config.configs
+    ]
     tiles = Launch(
         "grouped", grouped_kernel, (table.tiles,),
         dict(
@@ -347,7 +352,7 @@ def plan(layers: Sequence[Layer], table: Table, form: str, device: Device, confi
             ROWS=DTYPES[first.X.dtype], COEFFICIENTS=DTYPES[first.C.dtype], K=1 if first.has_one_each else 2,
             WHOLE=first.is_whole, FORM=form,
             ACROSS=across, PRESENT=_PRESENT[kind],
-            TILES=sum(((own.rows, own.filters, own.turned) for own in config.configs), ()),
+            TILES=sum(sizes, ()),
         ),
         config.warps, config.stages, tuple(work), config.label, configs.compiler_options(device, config),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from s3d_fast.kernels import configs, launch
 from s3d_fast.kernels.aligned import by_aligned_rows, is_aligned, is_whole
+from s3d_fast.kernels.coefficients import coefficient_offsets, load_coefficients
 from s3d_fast.kernels.device import Device, describe
 from s3d_fast.kernels.launch import Launch, Plan, loadable, tile_offsets
 from s3d_fast.kernels.options import TritonOptions, current
@@ -58,6 +59,7 @@ def fused_rows(
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     TURNED: tl.constexpr,
+    PARTS: tl.constexpr,  # of a tile of C
     BN: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
@@ -85,21 +87,20 @@ def fused_rows(
         else:
             v_tile, inside_v = d[:, None] + own[None, :] * pitch, inside_p[:, None] & inside_f[None, :]
     v = load_planes(planes, plane, v_tile, inside_v, factor_planes(FORM))
-    # With K vectors per filter, the F = K M rows of V share the M columns of C.
-    column = f if K == 1 else f % M
     x_tile = tile_offsets(r, x_row, d, x_column)
-    c_tile = tile_offsets(r, c_row, column, c_column)
+    c_tile, c_rows, inside_c = coefficient_offsets(C, first_filter, F, M, c_row, c_column, K, WHOLE, PARTS, BN, BM)
     # No program is without rows: the assembler then sees no path on which the sums are defined a second time.
     tl.assume(first < last)
-    inside_x, inside_c = d < loadable(D, WHOLE), f < loadable(F, WHOLE)
+    inside_x = d < loadable(D, WHOLE)
     total = tl.zeros((BM, BD), number)
     # Rows are added up after the loop: warps would have to wait for each other in every pass.
     ones = tl.zeros((BM, BN) if TURNED else (BN, BM), number)
     for begin in range(first, last, BN):
-        inside_n = r < last - begin
-        inside = inside_n[:, None] & inside_x[None, :]
+        inside = (r < last - begin)[:, None] & inside_x[None, :]
         x = load_planes(X + begin * x_row, x_plane, x_tile, inside, row_planes(FORM))
-        c = tl.load(C + begin * c_row + c_tile, mask=inside_n[:, None] & inside_c[None, :], other=0.0)
+        c = load_coefficients(
+            C + begin * c_row, c_tile, c_rows, inside_c, last - begin, c_row, one, TURNED, PARTS, BN, BM
+        )
         if not TURNED:
             u = product(x, v, tl.zeros((BN, BM), number), FORM)
             if BIAS:
@@ -112,9 +113,7 @@ def fused_rows(
             u = product(v, transposed(x), tl.zeros((BM, BN), number), FORM)
             if BIAS:
                 u = plus(u, b[:, None], one)
-            if one is not None:
-                c *= (tl.zeros((), tl.float32) + one).to(c.dtype)
-            u *= tl.trans(c).to(number)
+            u *= c.to(number)
             if BIAS:
                 ones += u
         total = product(planes_of(u, factor_planes(FORM), FORM), x, total, FORM)
@@ -178,6 +177,7 @@ def fused_kernel(
     FORM: tl.constexpr,
     ACROSS: tl.constexpr,
     TURNED: tl.constexpr,
+    PARTS: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
@@ -189,7 +189,7 @@ def fused_kernel(
     last = tl.minimum(first + rows_per_slice, N)
     total, bias_total = fused_rows(
         X, C, V, planes, first, last, first_filter, D, F, M, x_plane, x_row, x_column, c_row, c_column, v_row, plane,
-        pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, BN, BM, BD,
+        pitch, one, K, BIAS, WHOLE, FORM, ACROSS, TURNED, PARTS, BN, BM, BD,
     )  # fmt: skip
     if not ATOMIC:
         out += slice_index * F * (D + BIAS)
@@ -221,7 +221,8 @@ def plan(
         pitch=planes.stride(1),
         rows_per_slice=per_slice, one=launch.hidden_one(device), K=1 if F == M else 2, BIAS=bias,
         WHOLE=is_whole(X, [C], F), ATOMIC=atomic, FORM=form, ACROSS=across,
-        TURNED=config.turned, BN=config.rows, BM=config.filters, BD=config.depth,
+        TURNED=config.turned, PARTS=configs.coefficient_parts(config, device, C.dtype), BN=config.rows,
+        BM=config.filters, BD=config.depth,
     )  # fmt: skip
     work = 2 * PRODUCTS[form] * config.rows * config.filters * config.depth
     name = "pointwise" + ", atomic" * atomic
@@ -251,7 +252,7 @@ def splitting_matvec(*, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Tensor:
         (C,), F = coefficients, len(V)
         shapes = (width, F, C.shape[1], bias, options.atomic, X.stride()[1:], X.shape[1].bit_length())
         key = ("pointwise", C.device, C.dtype, form, is_aligned(X, C), *shapes)
-        candidates = configs.pointwise(device, form, C.dtype, width, F, bias)
+        candidates = configs.pointwise(device, form, C.dtype, width, F, bias, options.atomic)
         return launch.choose(key, candidates, lambda config: plan(X, C, V, bias, form, device, options, config))
 
     with launch.on_device(X):

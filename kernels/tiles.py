@@ -23,7 +23,7 @@ class Config:
     warps: int
     stages: int
     # Whether a fused kernel computes U^T instead of U. Its layout in registers is then that of the left factor of
-    # U^T X; every 16 filters need a warp.
+    # U^T X; every warp has 16 or 32 filters of its own.
     turned: bool = True
 
     @property
@@ -44,14 +44,24 @@ class Config:
             return replace(self, filters=own)
         # Every warp needs its own part of both products.
         own = min(own, 32) if self.depth == 256 else own
-        rows = 16 if self.depth >= 64 else min(32, self.rows)
+        has_many_each = self.filters >= 32 * self.warps
+        rows = min(self.rows, 32 if self.depth < (128 if has_many_each else 64) else 16)
+        warps = max(1, self.warps * own // self.filters)
         # Four warps with 16 rows would repeat work if they computed U^T.
-        turned = self.turned and not (own == 64 and rows == 16)
-        return replace(self, rows=rows, filters=own, warps=max(1, self.warps * own // self.filters), turned=turned)
+        turned = self.turned and not (warps == 4 and rows == 16)
+        return replace(self, rows=rows, filters=own, warps=warps, turned=turned)
 
     def for_row_sums(self) -> Config:
         """Return this configuration of a fused kernel for layers with a bias: it also sums a tile of U in registers."""
         return replace(self, rows=min(32, self.rows)) if self.depth >= (128 if self.turned else 64) else self
+
+    def for_atomic_sums(self) -> Config:
+        """Return this configuration of a fused kernel for sums that are added atomically, entry by entry.
+
+        Their addresses take registers, where every warp has many sums.
+        """
+        has_many_sums = self.depth >= 128 and self.filters >= 32 * self.warps
+        return replace(self, rows=2 * self.rows, filters=self.filters // 2) if has_many_sums else self
 
     def for_two_products(self, is_by_columns: bool) -> Config:
         """Return this configuration of launch 1 of `pointwise_wide` with half the filters: each has two products.
@@ -122,11 +132,12 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
         32: ((64, 64, 8, 2, FLAT), (32, 64, 8, 3, FLAT)),
         64: ((64, 64, 8, 2, FLAT), (32, 64, 8, 3, FLAT)),
     },
+    # Before Hopper every warp reads all rows of a tile: with 32 filters per warp, half as often as with 16.
     ("nvidia", "bf16"): {
-        16: ((64, 64, 4, 3), (32, 64, 4, 3)),
-        32: ((64, 64, 4, 3), (32, 64, 4, 3)),
-        64: ((32, 64, 4, 3), (64, 64, 4, 3)),
-        128: ((32, 64, 4, 3), (64, 64, 4, 3)),
+        16: ((64, 64, 4, 3), (32, 64, 2, 3)),
+        32: ((32, 64, 2, 3), (32, 128, 4, 3)),
+        64: ((32, 64, 2, 3), (32, 128, 4, 3)),
+        128: ((16, 128, 4, 3), (32, 64, 4, 3)),
         256: ((32, 64, 4, 3), (32, 64, 4, 2)),
     },
     ("hopper", "bf16"): {
@@ -137,9 +148,9 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
         256: ((32, 128, 8, 3), (16, 128, 8, 3)),
     },
     ("nvidia", "bf16x3"): {
-        16: ((64, 64, 4, 3), (32, 64, 4, 3)),
-        32: ((32, 64, 4, 3), (64, 64, 4, 3)),
-        64: ((32, 64, 4, 3),),
+        16: ((32, 64, 2, 3), (64, 64, 4, 3)),
+        32: ((32, 64, 2, 3), (64, 64, 4, 3)),
+        64: ((16, 64, 2, 3), (32, 64, 4, 3)),
     },
     ("hopper", "bf16x3"): {
         16: ((64, 64, 4, 3),),
@@ -148,9 +159,9 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
         128: ((64, 64, 4, 2),),
     },
     ("nvidia", "bf16x6"): {
-        16: ((32, 64, 4, 3),),
-        32: ((32, 64, 4, 3),),
-        64: ((32, 64, 4, 2),),
+        16: ((32, 64, 2, 3), (32, 64, 4, 3)),
+        32: ((32, 64, 2, 3), (32, 64, 4, 3)),
+        64: ((16, 64, 2, 2), (32, 64, 4, 2)),
     },
     ("hopper", "bf16x6"): {
         16: ((64, 64, 4, 3),),
@@ -189,8 +200,9 @@ POINTWISE: dict[tuple[str, str], Tiles] = {
 }
 # Where the compiler for B200 would spill.
 POINTWISE["blackwell", "bf16"] = {
-    **{width: POINTWISE["nvidia", "bf16"][width] for width in (16, 64)},
+    16: ((64, 64, 4, 3), (32, 64, 4, 3)),
     32: ((16, 64, 4, 3),),
+    64: ((32, 64, 4, 3), (64, 64, 4, 3)),
     128: ((32, 64, 4, 3),),
 }
 POINTWISE["blackwell", "bf16x3"] = {width: ((32, 64, 4, 2),) for width in (16, 32, 64)}
@@ -245,14 +257,14 @@ GATED["blackwell", "fp32"] = {**GATED["nvidia", "fp32"], 32: ((32, 32, 4, 3, FLA
 # One grouped kernel contains the code for every width that occurs and needs as many registers as the widest.
 GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 64), (64, 64), (64, 64)), 8, 2, 1, FLAT),),
-    ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (32, 64), (32, 64)), 4, 3, 2),),
+    ("nvidia", "bf16"): (GroupedConfig(((32, 128), (32, 128), (32, 128), (16, 128), (32, 64)), 4, 3, 2),),
     ("hopper", "bf16"): (GroupedConfig(((64, 128), (64, 128), (64, 128), (64, 128), (32, 128)), 8, 3, 1),),
     ("blackwell", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 3, 2),),
     ("blackwell", "bf16x3"): (GroupedConfig(((32, 64), (32, 64)), 4, 2, 2),),
     ("blackwell", "bf16x6"): (GroupedConfig(((32, 64),), 4, 2, 2),),
-    ("nvidia", "bf16x3"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 3, 2),),
+    ("nvidia", "bf16x3"): (GroupedConfig(((32, 128), (32, 128), (16, 128)), 4, 3, 2),),
     ("hopper", "bf16x3"): (GroupedConfig(((64, 64), (64, 64), (64, 64), (32, 64)), 4, 2, 2),),
-    ("nvidia", "bf16x6"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 2, 2),),
+    ("nvidia", "bf16x6"): (GroupedConfig(((32, 128), (32, 128), (16, 128)), 4, 2, 2),),
     ("hopper", "bf16x6"): (GroupedConfig(((64, 64), (64, 64), (32, 64)), 4, 2, 2),),
     ("nvidia", "fp64"): (GroupedConfig(((16, 16),) * 5, 8, 2, 1, FLAT),),
     ("amd", "fp32"): (GroupedConfig(((16, 64), (16, 64), (16, 64)), 1, 2, 4),),
@@ -267,8 +279,12 @@ GROUPED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
 # For lists of layers with at most FEW_FILTERS filters.
 FEW_FILTERS = 64
 GROUPED_FEW: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
+    ("nvidia", "bf16"): (GroupedConfig(((32, 64), (32, 64), (32, 64), (16, 64)), 2, 3, 4),),
     ("hopper", "bf16"): (GroupedConfig(((64, 64), (64, 64), (64, 64), (64, 64)), 4, 3, 2),),
+    ("nvidia", "bf16x3"): (GroupedConfig(((32, 64), (32, 64), (16, 64)), 2, 3, 4),),
+    ("nvidia", "bf16x6"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 2, 2),),
 }
+GROUPED_FEW |= {key: GROUPED[key] for key in GROUPED if key[0] in ("hopper", "blackwell") and key not in GROUPED_FEW}
 # For lists in which X or C may be unaligned.
 GROUPED_UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "fp32"): (GroupedConfig(((32, 32), (32, 32), (32, 32)), 8, 3, 1, FLAT),),
