@@ -318,7 +318,7 @@ def tiles(launch: Recorded) -> list[Tiles]:
         return Tiles(blocks * len(counts), blocks * sum(counts), max(counts))
 
     if name == "grouped_kernel":
-        steps = a["TILES"][:: len(a["TILES"]) // _widths(a["TILES"])]
+        steps = a["TILES"][:: per_width(a["TILES"])]
         return [
             over_rows(row["N"], row["rows_per_slice"], steps[row["width"]], row["blocks"]) for row in launch.tables()
         ]
@@ -334,9 +334,9 @@ def tiles(launch: Recorded) -> list[Tiles]:
     return [Tiles(programs, programs * passes, passes)]
 
 
-def _widths(sizes: Sequence[int]) -> int:
-    """Return for how many widths the grouped kernel has tiles: rows and filters, and since then a flag, of each."""
-    return len(sizes) // (3 if any(isinstance(own, bool) for own in sizes) else 2)
+def per_width(sizes: Sequence[int]) -> int:
+    """Return how many of the grouped kernel's sizes each width has: rows and filters, and since then two more."""
+    return 4 if any(isinstance(own, bool) for own in sizes) else 2
 
 
 _ASSEMBLED: dict[str, Any] = {}

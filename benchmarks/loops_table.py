@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.launches import ROOT, Recorded, assembled, compiler, recording, use_checkout
+from benchmarks.launches import ROOT, Recorded, assembled, compiler, per_width, recording, use_checkout
 
 RECORD = ROOT / "docs" / "loops.json"
 TARGETS = ("sm_80", "sm_90")
@@ -123,8 +123,7 @@ def tile_and_work(launch: Recorded) -> tuple[str, list[int]]:
         return f"{launch.warps} warps", []
     products = PRODUCTS[a["FORM"]]
     if name == "grouped_kernel":
-        per_width = 3 if any(isinstance(own, bool) for own in a["TILES"]) else 2
-        pairs = [a["TILES"][i : i + 2] for i in range(0, len(a["TILES"]), per_width)]
+        pairs = [a["TILES"][i : i + 2] for i in range(0, len(a["TILES"]), per_width(a["TILES"]))]
         work = [2 * products * rows * filters * D for (rows, filters), D in zip(pairs, WIDTHS, strict=False)]
         tile = " ".join(f"{rows}x{filters}" for rows, filters in pairs)
     elif name == "accumulate_kernel":

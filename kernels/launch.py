@@ -210,10 +210,10 @@ def part_size(total: int, most: int, step: int = 1) -> int:
     return math.ceil(total / parts / step) * step
 
 
-# A processor of AMD has four units with warps of their own.
-AMD_WARPS = 4
+# What a processor has warps of its own for, at least: AMD's has four units, NVIDIA's four with two warps each.
+WARPS_AT_ONCE = {"amd": 4, "nvidia": 8}
 
 
 def programs_at_once(device: Device, warps: int) -> int:
     """Return how many programs of so many warps run at once."""
-    return device.processors * (max(AT_ONCE, AMD_WARPS // warps) if device.vendor == "amd" else AT_ONCE)
+    return device.processors * max(AT_ONCE, WARPS_AT_ONCE.get(device.vendor, 0) // warps)

@@ -36,6 +36,18 @@ def test_a_third_size_executes_what_two_predict(
             assert predicted == pytest.approx(count, rel=1e-6, abs=1e-6), (kernel, name)
 
 
+def conflicts(target: str, D: int) -> float:
+    """Return the part of the passes over shared memory that conflicts take, in the kernel with products."""
+    (counts,) = (counts for _, _, counts in simulated_counts(Shape(512, D, 128), target, "bf16") if counts["tensor"])
+    return float(counts["conflict bytes"] / counts["shared bytes"])
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_16_bit_rows_and_coefficients_cause_no_bank_conflicts(target: str, compiled: Callable[..., float]) -> None:
+    for D in (32, 64, 128):
+        assert compiled(conflicts, target, D) == 0, D
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_record_has_the_costs_of_the_present_kernels(target: str, compiled: Callable[..., Any]) -> None:
     from benchmarks.roofline import load
