@@ -42,7 +42,7 @@ from benchmarks.networks import KINDS, NETWORK_SHAPES
 RECORD = ROOT / "docs" / "roofline.json"
 TARGETS = ("sm_80", "sm_90", "gfx942")
 # Two numbers of rows of the small versions, for narrow and for wide layers.
-NARROW_ROWS, WIDE_ROWS = (512, 2048), (128, 256)
+NARROW_ROWS, WIDE_ROWS = (512, 3072), (128, 256)
 
 
 def launches_of(shapes: Sequence[Shape], target: str, kind: str, is_compiled: bool) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ def launches(target: str, processors: int) -> dict[str, Any]:
     from s3d_fast.kernels import device
 
     before = JITFunction.run, device.INTERPRETER
-    X, C, V = torch.ones(512, 64).bfloat16(), torch.ones(512, 32).bfloat16(), torch.ones(32, 64)
+    X, C, V = torch.ones(2048, 64).bfloat16(), torch.ones(2048, 32).bfloat16(), torch.ones(32, 64)
     with simulated(target, processors=processors) as report:
         TRITON.splitting_matvec(X=X, C=C, V=V, bias=False)
     report.require_clean()
@@ -40,10 +40,10 @@ def test_a_report_counts_what_a_roofline_needs(target: str, compiled: Callable[.
     found = compiled(launches, target, 2)
     assert found["kernels"] == ["split_kernel", "fused_kernel", "sum_slices_kernel"]
     assert found["grids"][1][1] > 1
-    # Two products of 512 x 64 x 32, each in two parts; a GPU may multiply more than it needs.
-    assert found["multiplications"] >= 2 * 2 * 512 * 64 * 32
+    # Two products of 2048 x 64 x 32, each in two parts; a GPU may multiply more than it needs.
+    assert found["multiplications"] >= 2 * 2 * 2048 * 64 * 32
     # Every row is read once by each block of filters.
-    assert found["bytes"]["ld.global"] >= 2 * 512 * (64 + 32)
+    assert found["bytes"]["ld.global"] >= 2 * 2048 * (64 + 32)
     assert all(ratio >= 1 for ratio in found["conflicts"].values())
     assert {"barrier", "shared load", "global store", "asynchronous copy", "float"} <= found["instructions"].keys()
     assert found["is restored"]
@@ -79,7 +79,7 @@ def edited() -> list[str]:
     def without_barriers(name: str, ptx: str) -> str:
         return ptx.replace("bar.sync \t0;", "bar.warp.sync -1;") if name == "fused_kernel" else ptx
 
-    X, C, V = torch.ones(128, 64).bfloat16(), torch.ones(128, 32).bfloat16(), torch.ones(32, 64)
+    X, C, V = torch.ones(128, 64).bfloat16(), torch.ones(128, 64).bfloat16(), torch.ones(64, 64)
     with simulated("sm_80", edit=without_barriers) as report:
         TRITON.splitting_matvec(X=X, C=C, V=V, bias=False)
     with pytest.raises(AssertionError, match="race: shared memory"):
