@@ -335,8 +335,9 @@ def tiles(launch: Recorded) -> list[Tiles]:
 
 
 def per_width(sizes: Sequence[int]) -> int:
-    """Return how many of the grouped kernel's sizes each width has: rows and filters, and since then two more."""
-    return 4 if any(isinstance(own, bool) for own in sizes) else 2
+    """Return how many of the grouped kernel's sizes each width has: rows and filters, a flag, and what came later."""
+    flags = sum(isinstance(own, bool) for own in sizes)
+    return len(sizes) // flags if flags else 2
 
 
 _ASSEMBLED: dict[str, Any] = {}

@@ -150,7 +150,7 @@ def read(launch: Recorded, target: str) -> dict[str, Any]:
         "shared": code.shared_memory,
         "spills": code.spills,
         "serialized": "wgmma.mma_async instructions are serialized" in code.log,
-        "outline": compiler().outlined(launch, compiler().TARGETS[target], code)[:200],
+        "outline": compiler().outlined(launch, compiler().TARGETS[target], code.ptx, code.shared_memory)[:200],
     }
 
 

@@ -19,7 +19,7 @@ from s3d_fast.kernels.launch import Launch, on_device, part_size
 from s3d_fast.kernels.options import TritonOptions
 from s3d_fast.kernels.products import row_storage, split_launch
 
-# A chunk has at least this many rows, so that launches have something to do.
+# The scratch memory is taken to hold at least this many rows, so that launches have something to do.
 LEAST_ROWS = 1024
 # No tile has more rows.
 MOST_ROWS = 256
@@ -60,7 +60,7 @@ def aligned(form: str, C: Tensor) -> Tensor:  # (N, M)
 
 
 def _copied(X: Tensor) -> Tensor:
-    """Return a copy of rows that whole vectors can be loaded of."""
+    """Return a copy of rows that can be loaded in whole vectors."""
     copy = with_padding(X)
     if not is_near(copy):
         raise ValueError(f"Triton kernels take rows of at most {2**31 // MOST_ROWS} columns, got {X.shape[-1]}")

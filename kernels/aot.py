@@ -22,7 +22,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from s3d_fast.kernels.checked import CheckedLaunches
-from s3d_fast.kernels.compiled import TARGETS, Compiled, compile_launch, identity
+from s3d_fast.kernels.compiled import TARGETS, Compiled, compile_launch, identity, outline_again
 from s3d_fast.kernels.device import INTERPRETED
 from s3d_fast.kernels.launch import Launch
 
@@ -98,14 +98,19 @@ def identities(everything: Sequence[Job]) -> list[dict[str, str]]:
 def check(
     everything: Sequence[Job], processes: int = 2, known: Sequence[Compiled] = ()
 ) -> tuple[list[Compiled], list[str]]:
-    """Compile all kernels except those whose fingerprint is known; return the compiled kernels and their faults."""
+    """Compile all kernels except those whose fingerprint is known; return the compiled kernels and their faults.
+
+    Where only the simulator differs, what is known of the code still holds: it is executed in outline again.
+    """
     records: dict[str, Compiled | str] = {item.fingerprint: item for item in known}
     own = identities(everything)
     # Kernels that do not depend on the rows have one fingerprint for all of them.
     missing = {entry["fingerprint"]: job for entry, job in zip(own, everything, strict=True)}
     missing = {key: job for key, job in missing.items() if key not in records}
+    earlier = {_code(item.fingerprint): item for item in known}
     with ProcessPoolExecutor(processes) as pool:
-        results = tqdm(pool.map(_compile, missing.values()), total=len(missing), desc="kernels", disable=None)
+        mapped = pool.map(_compile, missing.values(), [earlier.get(_code(key)) for key in missing])
+        results = tqdm(mapped, total=len(missing), desc="kernels", disable=None)
         records |= dict(zip(missing, results, strict=True))
     compiled, found = [], []
     for entry in own:
@@ -129,10 +134,16 @@ def _launch(job: Job) -> Launch:
     return _launches(target, kind)[index]
 
 
-def _compile(job: Job) -> Compiled | str:
-    """Return the compiled kernel, or the compiler's error."""
+def _code(fingerprint: str) -> str:
+    """Return the part of a fingerprint that stands for the code, without the simulator."""
+    return fingerprint.partition("-")[0]
+
+
+def _compile(job: Job, known: Compiled | None) -> Compiled | str:
+    """Return the compiled kernel, or the compiler's error; if its code is known, only execute it in outline."""
+    launch, kind, target = _launch(job), job[1], TARGETS[job[0]]
     try:
-        return compile_launch(_launch(job), job[1], TARGETS[job[0]])
+        return outline_again(known, launch, target) if known else compile_launch(launch, kind, target)
     except Exception as error:
         return str(error)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product as pairs
 
 import torch
 from torch import Tensor
@@ -116,15 +117,22 @@ class CheckedLaunches:
             for launch in self.one_product(X, C, self.numbers(MANY_FILTERS, D + 1), True):
                 yield replace(launch, name=launch.name + ", bias" * (len(launch.work) > 0))
 
-    def one_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, is_atomic: bool = False) -> Iterator[Launch]:
+    def one_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Iterator[Launch]:
         """Yield the launches of S v of plain rows, by one launch if they are narrow enough, else by two."""
         width = power_of_two(X.shape[2], tiles.WIDTHS[0], 1 << 30)
-        found = configs.pointwise(self.device, self.form, self.stored, width, len(V), bias, is_atomic)
+        found = configs.pointwise(self.device, self.form, self.stored, width, len(V), bias)
         if found:
-            options = replace(self.options, atomic=is_atomic)
-            yield from pointwise.plan(X, C, V, bias, self.form, self.device, options, found[0]).launches
+            yield from pointwise.plan(X, C, V, bias, self.form, self.device, self.options, found[0]).launches
         else:
             yield from self.two_launches(X, C, V, bias)
+
+    def atomic_sums(self, X: Tensor, C: Tensor, V: Tensor, bias: bool) -> Iterator[Launch]:
+        """Yield the launches that add sums atomically."""
+        width = power_of_two(X.shape[2], tiles.WIDTHS[0], 1 << 30)
+        options = replace(self.options, atomic=True)
+        found = configs.pointwise(self.device, self.form, self.stored, width, len(V), bias, options.atomic)
+        for config in found:
+            yield from pointwise.plan(X, C, V, bias, self.form, self.device, options, config).launches
 
     def two_launches(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, choice: int = 0) -> Iterator[Launch]:
         """Yield the launches of S v of rows of any width."""
@@ -132,16 +140,18 @@ class CheckedLaunches:
         yield from pointwise_wide.plan(X, C, V, bias, self.form, self.device, self.options, pair).launches
 
     def gated_product(self, X: Tensor, C: Tensor, V: Tensor, bias: bool, choice: int = 0) -> Iterator[Launch]:
-        """Yield the launches of S v of gated units; V is that of one half."""
+        """Yield the launches of S v of gated units, with and without c22; V is that of one half."""
         width = power_of_two(X.shape[2], tiles.WIDTHS[0], 1 << 30)
         found = configs.gated(self.device, self.form, self.stored, width, len(V), bias)
-        vectors, coefficients = self.numbers(len(V), 2 * V.shape[1]), (C, C, C if bias else None)
-        if found:
-            plan = gated.plan(X, coefficients, vectors, bias, self.form, self.device, found[0])
-        else:
-            pair = configs.wide(self.device, self.form, self.stored, len(C))[choice]
-            plan = gated.wide_plan(X, coefficients, vectors, bias, self.form, self.device, self.options, pair)
-        yield from plan.launches
+        vectors = self.numbers(len(V), 2 * V.shape[1])
+        for coefficients in ((C, C, C), (C, C, None)):
+            if found:
+                own = found[min(choice, len(found) - 1)]
+                plan = gated.plan(X, coefficients, vectors, bias, self.form, self.device, own)
+            else:
+                pair = configs.wide(self.device, self.form, self.stored, len(C))[choice]
+                plan = gated.wide_plan(X, coefficients, vectors, bias, self.form, self.device, self.options, pair)
+            yield from plan.launches
 
     def edge_products(
         self, X: Tensor, C: Tensor, V: Tensor, bias: bool, has_slopes: bool, choice: int = 0
@@ -191,14 +201,13 @@ class CheckedLaunches:
     def tuned(self) -> Iterator[Launch]:
         """Yield the launches of all configurations but the default ones."""
         for is_general in (False, True):
-            for width in tiles.WIDTHS:
-                X, C, V, bias = self.layer(width, MANY_FILTERS, is_general)
+            for width, filters in pairs(tiles.WIDTHS, (MANY_FILTERS, *FEWER_FILTERS)):
+                X, C, V, bias = self.layer(width, filters, is_general)
                 own = self.device, self.form, self.stored, width, len(V), bias
                 for config in configs.pointwise(*own)[1:]:
                     yield from pointwise.plan(X, C, V, bias, self.form, self.device, self.options, config).launches
-                vectors = self.numbers(len(V), 2 * V.shape[1])
-                for config in configs.gated(*own)[1:]:
-                    yield from gated.plan(X, (C, C, C), vectors, bias, self.form, self.device, config).launches
+                for choice in range(1, len(configs.gated(*own))):
+                    yield from self.gated_product(X, C, V, bias, choice)
             layer = self.layer(WIDE, MANY_FILTERS, is_general)
             for choice in range(1, len(configs.wide(self.device, self.form, self.stored, MANY_ROWS))):
                 for product in (self.two_launches, self.gated_product, self.chain_product):
@@ -239,9 +248,11 @@ class CheckedLaunches:
     def pointwise(self, is_general: bool) -> Iterator[Launch]:
         for width in tiles.WIDTHS:
             for filters in (MANY_FILTERS, *FEWER_FILTERS):
-                yield from self.one_product(*self.layer(width, filters, is_general))
-            if not is_general:
-                yield from self.one_product(*self.layer(width, MANY_FILTERS, is_general), is_atomic=True)
+                layer = self.layer(width, filters, is_general)
+                yield from self.one_product(*layer)
+                # Elsewhere these programs have fewer sums than those with many filters.
+                if filters == MANY_FILTERS or (width >= 128 and not is_general):
+                    yield from self.atomic_sums(*layer)
 
     def wide(self, is_general: bool) -> Iterator[Launch]:
         for N in (MANY_ROWS, tiles.FEW_ROWS):

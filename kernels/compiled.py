@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,27 +108,28 @@ def specialize(launch: Launch, target: Target) -> Specialized:
 
 
 def fingerprint(launch: Launch, target: Target) -> str:
-    """Return 16 hexadecimal digits that stand for everything that `Compiled` depends on.
+    """Return hexadecimal digits that stand for what was compiled.
 
     These are the source of the kernel with all functions it calls, the types, constants and alignment of its arguments,
-    the compiler's options, the GPU, Triton's version and, where code is executed in outline, the simulator. The key of
-    the source, Triton's own, contains comments and the line where a function starts: an edit above a kernel changes the
-    fingerprint, though not the code.
+    the compiler's options, the GPU and Triton's version. The key of the source, Triton's own, contains comments and the
+    line where a function starts: an edit above a kernel changes the fingerprint, though not the code. Where code is
+    executed in outline, a hyphen and a hash of the simulator follow. How the compiled code is read (`loops`) is not in
+    it: a test compiles a sample of all kernels again.
     """
     seen = specialize(launch, target)
     arguments = [list(seen.signature.items()), sorted(seen.constants.items()), sorted(seen.attributes.items())]
     gpu = (target.compiler.backend, target.compiler.arch, target.compiler.warp_size)
     how = (launch.warps, launch.stages, *sorted(launch.options.items()))
-    outline = _simulator() if target.name in SIMULATED else ""
-    everything = repr((launch.kernel.cache_key, arguments, *how, gpu, triton.__version__, outline))
-    return hashlib.sha256(everything.encode()).hexdigest()[:16]
+    everything = repr((launch.kernel.cache_key, arguments, *how, gpu, triton.__version__))
+    own = hashlib.sha256(everything.encode()).hexdigest()[:16]
+    return f"{own}-{_simulator()}" if target.name in SIMULATED else own
 
 
 @cache
 def _simulator() -> str:
     """Return a hash of the simulator's source."""
     files = sorted(Path(ptx.__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def identity(launch: Launch, kind: str, target: Target) -> dict[str, str]:
@@ -155,17 +156,22 @@ class Assembled:
     log: str  # of the assembler
 
 
-def assemble(launch: Launch, target: Target) -> Assembled:
-    """Compile what a launch would run. Compiler errors are raised unchanged."""
+def _built(launch: Launch, target: Target) -> Any:
+    """Return what Triton compiles for a launch, or has compiled before."""
     seen = specialize(launch, target)
     ast = ASTSource(launch.kernel, seen.signature, seen.constants, seen.attributes)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, **launch.options}
+    return triton.compile(ast, target=target.compiler, options=options)
+
+
+def assemble(launch: Launch, target: Target) -> Assembled:
+    """Compile what a launch would run. Compiler errors are raised unchanged."""
     log = io.StringIO()
     # What the assembler says of wgmma is only in its log, which a kernel from the cache does not have.
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
         triton.knobs.compilation.always_compile = True
-        options = {"num_warps": launch.warps, "num_stages": launch.stages, **launch.options}
-        kernel = triton.compile(ast, target=target.compiler, options=options)
+        kernel = _built(launch, target)
     read = _read_nvidia if target.compiler.backend == "cuda" else _read_amd
     registers, spills, listing = read(kernel.asm)
     asm, shared = kernel.asm, kernel.metadata.shared
@@ -192,11 +198,18 @@ def compile_launch(launch: Launch, kind: str, target: Target) -> Compiled:
         multiplies=bool(launch.work),
         overhead=round(loops.overhead(found, launch.work), 3),
         serialized="wgmma.mma_async instructions are serialized" in code.log,
-        outline=outlined(launch, target, code),
+        outline=outlined(launch, target, code.ptx, code.shared_memory),
     )
 
 
-def outlined(launch: Launch, target: Target, code: Assembled) -> str:
+def outline_again(known: Compiled, launch: Launch, target: Target) -> Compiled:
+    """Return what is known of a compiled kernel, but with what the present simulator finds."""
+    kernel = _built(launch, target)
+    found = outlined(launch, target, kernel.asm["ptx"], kernel.metadata.shared)
+    return replace(known, outline=found, fingerprint=fingerprint(launch, target))
+
+
+def outlined(launch: Launch, target: Target, code: str, shared_memory: int) -> str:
     """Return what is wrong when one program is executed in outline; nothing for targets that the simulator misses."""
     if target.name not in SIMULATED:
         return ""
@@ -205,7 +218,7 @@ def outlined(launch: Launch, target: Target, code: Assembled) -> str:
     # Any addresses: nothing in shared memory depends on them.
     numbers = [0 if isinstance(argument, Tensor) else argument for argument in given]
     try:
-        found = outline(code.ptx, numbers, launch.grid, code.shared_memory)
+        found = outline(code, numbers, launch.grid, shared_memory)
     except Fault as fault:
         return str(fault)
     return "; ".join(map(str, found))

@@ -58,7 +58,7 @@ def pointwise(
     if bias:
         found = list(dict.fromkeys(own.for_row_sums() for own in found))
     if atomic and device.vendor == "nvidia":
-        found = list(dict.fromkeys(own.for_atomic_sums() for own in found))
+        found = [own.for_atomic_sums() for own in found[:1]]
     return [own for own in found if fused_memory(own, device, form, stored, 1) <= device.shared_memory]
 
 
@@ -111,13 +111,18 @@ def coefficient_parts(config: Config, device: Device, stored: torch.dtype) -> in
     if not config.turned or stored.itemsize != 2 or device.vendor == "amd" or device.has_tensor_memory:
         return 0
     if device.vendor == "interpreter":
-        return max(1, config.rows // 32)
+        return min(max(1, config.rows // 32), 4)
     # In these tiles the compiler lets warps share out the rows, not the filters; a wgmma has a part of the filters.
     is_by_wgmma = device.family == "hopper" and config.warps >= 4
     if not is_by_wgmma and max(config.rows, config.depth) > config.filters:
         return 0
     parts = max(1, config.rows * config.filters * stored.itemsize // (16 * 32 * config.warps))
     return parts if parts in (1, 2, 4) and config.rows // parts >= 8 else 0
+
+
+def adds_atomically(config: Config, device: Device) -> bool:
+    """Return whether a fused kernel can add its sums atomically, which takes registers for their places."""
+    return not (device.family == "hopper" and config.depth == 256)
 
 
 def _bound(device: Device, kept: Sequence[int], buffered: Sequence[int], stages: int, epilogue: int = 0) -> int:

@@ -281,8 +281,8 @@ def plan(
     out = V.new_empty(slices, *V.shape)
     arguments = dict(
         common, out=out, N=N, rows_per_slice=per_slice, one=launch.hidden_one(device),
-        PARTS=configs.coefficient_parts(config, device, c[0].dtype), BN=config.rows, BM=config.filters,
-        BD=config.depth,
+        PARTS=0 if across else configs.coefficient_parts(config, device, c[0].dtype), BN=config.rows,
+        BM=config.filters, BD=config.depth,
     )  # fmt: skip
     work = (4 * PRODUCTS[form] * config.rows * config.filters * config.depth,)
     grid = (blocks, slices)

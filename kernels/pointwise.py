@@ -212,7 +212,7 @@ def plan(
     split, planes = split_launch(V, form, factor_storage(form, V.dtype), across, range(D))
     blocks = triton.cdiv(F, config.filters)
     per_slice, slices = launch.share_rows(N, blocks, config.rows, device, config.warps)
-    atomic = options.atomic and slices > 1
+    atomic = options.atomic and slices > 1 and configs.adds_atomically(config, device)
     out = torch.zeros_like(V) if atomic else V.new_empty(slices, *V.shape)
     M = C.shape[1]
     arguments = dict(

@@ -47,9 +47,9 @@ class Config:
         has_many_each = self.filters >= 32 * self.warps
         rows = min(self.rows, 32 if self.depth < (128 if has_many_each else 64) else 16)
         warps = max(1, self.warps * own // self.filters)
-        # Four warps with 16 rows would repeat work if they computed U^T.
-        turned = self.turned and not (warps == 4 and rows == 16)
-        return replace(self, rows=rows, filters=own, warps=warps, turned=turned)
+        # Four warps with 16 rows would repeat work if they computed U^T; if not, the compiler for Hopper lets copies
+        # overwrite what a wgmma still reads.
+        return replace(self, rows=self.rows if warps == 4 else rows, filters=own, warps=warps)
 
     def for_row_sums(self) -> Config:
         """Return this configuration of a fused kernel for layers with a bias: it also sums a tile of U in registers."""
@@ -66,13 +66,15 @@ class Config:
     def for_two_products(self, is_by_columns: bool) -> Config:
         """Return this configuration of launch 1 of `pointwise_wide` with half the filters: each has two products.
 
-        Rows that lie along the other axis take more registers. A product needs 16 filters: tiles that have no more get
-        the least depth.
+        Rows that lie along the other axis take more registers, as do deep tiles on Hopper. (Its tiles with two stages
+        are for rows in two planes.) A product needs 16 filters: tiles that have no more get the least depth.
         """
         rows = self.rows // 2 if is_by_columns else self.rows
         if self.filters <= 16:
             return replace(self, rows=max(16, rows), depth=16)
-        return replace(self, rows=rows, filters=self.filters // 2)
+        is_deep = self.depth > 32 and self.warps > 4
+        depth = (16 if self.stages == 2 else 32) if is_deep else self.depth
+        return replace(self, rows=rows, filters=self.filters // 2, depth=depth)
 
     def for_gathers(self) -> Config:
         """Return this configuration of launch 1 of `pointwise_wide` with tiles small enough for EdgeConv's epilogue."""

@@ -8,7 +8,8 @@ then every slot of their buffers has been read and overwritten.
 This takes a fraction of a second, and covers what the order of instructions decides: races in shared memory (copies and
 products under way included), reads of what nothing has written, and missing fences and waits. It does not see what is
 wrong with data only: threads of a program that part at a branch on data, or that write different data to one place.
-Instructions that it could not judge are reported: those that no run reached, and those that data decide.
+What it could not judge is reported: instructions that no run reached, ways of a branch that no run went, and uses of
+shared memory that data decide.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from s3d_fast.kernels.ptx.wave import Tally, Wave
 # More than twice the slots of any buffer, plus the passes that copies are ahead.
 PASSES = 10
 # Runs that look for ways not yet gone, those in a row that find none, and runs that go random ways.
-MOST_RUNS, IDLE_RUNS, RANDOM_RUNS = 64, 16, 8
+MOST_RUNS, IDLE_RUNS, RANDOM_RUNS = 256, 64, 8
 # Instructions whose result is data.
 GIVE_DATA = frozenset({"ldmatrix", "atom", "mma", "wgmma"})
 # A loop: the places of its start and of the branch back.
@@ -53,7 +54,7 @@ def outline(ptx: str, arguments: Sequence[int | float], grid: Sequence[int], sha
     """
     program, code = decoded(ptx)
     x, y, z = (*grid, 1, 1, 1)[:3]
-    tally, reached = Tally(np.zeros(len(code), np.int64)), set[int]()
+    tally, reached, taken = Tally(np.zeros(len(code), np.int64)), set[int](), dict[int, list[int]]()
     with np.errstate(all="ignore"):
         for ways in _runs():
             shared = SharedMemory(1, shared_memory, smallest_access(program, "shared"))
@@ -63,11 +64,16 @@ def outline(ptx: str, arguments: Sequence[int | float], grid: Sequence[int], sha
                 ways, reached, program, code, 0, [(0, 0, 0)], (x, y, z), parameters, memory, shared, tally
             )
             wave.run()
+            for pc, counts in ways.taken.items():
+                taken[pc] = [max(both) for both in zip(counts, taken.get(pc, counts), strict=True)]
     found = [finding for finding in tally.findings.values() if not finding.is_ambiguous]
     missed = [own for own in program.code if _uses_shared_memory(own) and id(own) not in reached]
     if missed:
         kind = f"no run reached {len(missed)} instructions, first"
         found.append(Finding(kind, program.name, missed[0].line, missed[0].text, (0, 0, 0), 0))
+    if one_way := [program.code[pc] for pc, counts in sorted(taken.items()) if not all(counts)]:
+        kind = f"no run went all ways of {len(one_way)} branches, first"
+        found.append(Finding(kind, program.name, one_way[0].line, one_way[0].text, (0, 0, 0), 0))
     return found
 
 
@@ -169,8 +175,7 @@ class _OutlineWave(Wave):
         """Execute an instruction, and note whether its results are known; products need not be computed."""
         instruction = decoded.instruction
         self.reached.add(id(instruction))
-        if not _deciding(instruction).isdisjoint(self.unknown):
-            self.find("shared memory whose use data decide", mask)
+        self._check_use(instruction, mask)
         results = _results(instruction)
         if instruction.name == "mma":
             for index in results:
@@ -182,12 +187,17 @@ class _OutlineWave(Wave):
         elif mask is None:
             self.unknown.difference_update(results)
 
+    def _check_use(self, instruction: Instruction, mask: Mask) -> None:
+        if not _deciding(instruction).isdisjoint(self.unknown):
+            self.find("shared memory whose use data decide", mask)
+
     def moving(self, pc: int, decoded: Decoded, mask: Mask, group: Array) -> Mask:
         """Return which threads take a branch: all or none if it depends on data, or if it ends the last pass."""
         instruction = decoded.instruction
         if mask is None or mask.any():
             self.reached.add(id(instruction))
         if instruction.name not in ("bra", "brx"):
+            self._check_use(instruction, mask)
             return mask
         is_known, nobody = decoded.sources.isdisjoint(self.unknown), np.zeros(self.lanes, bool)
         if instruction.name == "brx":

@@ -13,6 +13,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,29 @@ def test_the_table_has_every_family_without_a_fault(committed: list[dict[str, An
     assert [fault for fault in faults if fault[1]] == []
 
 
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("kind", aot.CHECKED)
+def test_every_configuration_of_the_fused_kernels_is_compiled(
+    target: str, kind: str, committed: list[dict[str, Any]]
+) -> None:
+    dtype, precision = (*kind.split(), "highest")[:2]
+    device, stored = TARGETS[target].device, STORED[dtype]
+    form = product_form(stored, precision, device)
+    labels: dict[str, set[str]] = {}
+    for entry in committed:
+        if (entry["target"], entry["dtype"]) == (target, kind):
+            labels.setdefault(entry["kernel"].split(",")[0], set()).add(entry["config"])
+            if "atomic" in entry["kernel"]:
+                labels.setdefault("atomic", set()).add(entry["config"])
+    for width, filters, bias in product(tiles.WIDTHS, (16, 32, 64, 1024), (False, True)):
+        own = device, form, stored, width, filters, bias
+        for name, found in (("pointwise", configs.pointwise(*own)), ("gated", configs.gated(*own))):
+            assert {config.label for config in found} <= labels.get(name, set()), (name, own)
+        if filters == 1024:
+            atomic = [config for config in configs.pointwise(*own, True) if configs.adds_atomically(config, device)]
+            assert {config.label for config in atomic} <= labels.get("atomic", set()), own
+
+
 def test_a_sample_compiles_to_what_the_table_says(committed: list[dict[str, Any]], tmp_path: Path) -> None:
     compiled = compile_anew(tmp_path, "--sample")
     families = {entry["kernel"].split(",")[0] for entry in committed}
@@ -116,6 +140,27 @@ def test_everything_compiles_to_what_the_table_says(committed: list[dict[str, An
 
 
 # In another process: in this one kernels are interpreted, and have no signature.
+AGAIN = """
+from dataclasses import replace
+from s3d_fast.kernels import aot, compiled
+
+job = aot.sample(aot.jobs(["sm_90"], ["bf16"]))[0]
+known, _ = aot.check([job], 1)
+assert known[0].fingerprint.count("-") == 1
+other = replace(known[0], fingerprint=known[0].fingerprint.partition("-")[0] + "-other", outline="wrong")
+
+def refuse(*_):
+    raise AssertionError("compiled again")
+
+aot.compile_launch = refuse
+assert aot.check([job], 1, [other]) == (known, [])
+"""
+
+
+def test_an_edit_of_the_simulator_only_executes_the_outline_again() -> None:
+    run_python("-c", AGAIN)
+
+
 DIFFERENT = """
 import sys
 from s3d_fast.kernels.checked import CheckedLaunches

@@ -148,6 +148,7 @@ SMALL = {
     "pointwise 256": Call(MATVEC, rows(100, 256, 32), POINTWISE),
     "pointwise general": Call(MATVEC, rows(170, 37, 19, bias=True, K=2), POINTWISE),
     "pointwise 32 filters": Call(MATVEC, rows(150, 32, 32), POINTWISE),
+    "pointwise 128 filters": Call(MATVEC, rows(90, 128, 128), POINTWISE),
     "pointwise 60 filters": Call(MATVEC, rows(90, 100, 60), POINTWISE),
     "pointwise sum of slices": Call(MATVEC, rows(530, 16, 16), POINTWISE | {"sum_slices_kernel"}),
     "pointwise atomic": Call(MATVEC, rows(530, 20, 20, bias=True), POINTWISE, {"atomic": True}),
@@ -358,7 +359,7 @@ class Outlined(NamedTuple):
     """What the outline of a call's kernels shows, as they are and without each of their ordering instructions."""
 
     found: list[str]
-    without: dict[tuple[str, int], list[str]]  # by kernel and line
+    without: list[list[str]]  # in the order of `mutate`
 
 
 def outlined(target: str, name: str, dtype_name: str) -> Outlined:
@@ -380,7 +381,7 @@ def outlined(target: str, name: str, dtype_name: str) -> Outlined:
 
     with simulated(target, reachable=_by_address(call, given), after=note) as report, triton_options(**call.options):
         getattr(TRITON, call.operation)(**given)
-    found, without, seen = [], {}, set()
+    found, without, seen = [], [], set()
     for launch, own in zip(report.launches, numbers, strict=True):
         if launch.ptx in seen:
             continue
@@ -392,5 +393,5 @@ def outlined(target: str, name: str, dtype_name: str) -> Outlined:
                 kinds = [finding.kind for finding in outline(mutant, own, launch.grid, launch.shared_memory)]
             except Fault as fault:
                 kinds = [str(fault)]
-            without[launch.kernel, line] = kinds
+            without.append(kinds)
     return Outlined(found, without)

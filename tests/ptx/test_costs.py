@@ -43,7 +43,7 @@ def conflicts(target: str, D: int) -> float:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_16_bit_rows_and_coefficients_cause_no_bank_conflicts(target: str, compiled: Callable[..., float]) -> None:
+def test_narrow_layers_with_many_filters_cause_no_bank_conflicts(target: str, compiled: Callable[..., float]) -> None:
     for D in (32, 64, 128):
         assert compiled(conflicts, target, D) == 0, D
 

@@ -43,11 +43,10 @@ def assert_found_in_outline(
     """Check that the outline finds nothing in a call's kernels, and of their mutants what the simulator finds."""
     found, without = compiled(outlined, target, name, dtype)
     assert found == []
-    for mutant in mutants:
+    for mutant, own in zip(mutants, without, strict=True):
         # The outline does not look at global memory, and sees branches that the call does not take.
         if "global memory" in mutant.reason or mutant.reason == "not executed in this case":
             continue
-        own = without[mutant.kernel, mutant.line]
         if mutant.outcome == "reported":
             assert own, mutant
         elif mutant.kernel not in BY_TABLE:
