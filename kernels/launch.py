@@ -104,7 +104,7 @@ def fullness(programs: int, processors: int) -> float:
 
 
 # Each slice of the rows writes its own result, so we take the smallest number of slices that keeps processors busy for
-# this fraction of the time. A processor runs two programs at once: one computes while the other waits.
+# this fraction of the time. A processor runs at least two programs at once: one computes while the other waits.
 FULL_ENOUGH, AT_ONCE = 0.95, 2
 
 
