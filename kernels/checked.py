@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product as pairs
 
 import torch
 from torch import Tensor
@@ -201,7 +200,7 @@ class CheckedLaunches:
     def tuned(self) -> Iterator[Launch]:
         """Yield the launches of all configurations but the default ones."""
         for is_general in (False, True):
-            for width, filters in pairs(tiles.WIDTHS, (MANY_FILTERS, *FEWER_FILTERS)):
+            for width, filters in ((width, own) for width in tiles.WIDTHS for own in (MANY_FILTERS, *FEWER_FILTERS)):
                 X, C, V, bias = self.layer(width, filters, is_general)
                 own = self.device, self.form, self.stored, width, len(V), bias
                 for config in configs.pointwise(*own)[1:]:

@@ -286,6 +286,7 @@ GROUPED_FEW: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
     ("nvidia", "bf16x3"): (GroupedConfig(((32, 64), (32, 64), (16, 64)), 2, 3, 4),),
     ("nvidia", "bf16x6"): (GroupedConfig(((32, 64), (32, 64), (32, 64)), 4, 2, 2),),
 }
+# Hopper and B200 do not take those of older GPUs.
 GROUPED_FEW |= {key: GROUPED[key] for key in GROUPED if key[0] in ("hopper", "blackwell") and key not in GROUPED_FEW}
 # For lists in which X or C may be unaligned.
 GROUPED_UNALIGNED: dict[tuple[str, str], tuple[GroupedConfig, ...]] = {
